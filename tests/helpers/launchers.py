@@ -25,6 +25,7 @@ class Launcher:
     """A started launcher; its output goes to files."""
 
     def __init__(self, words: list[str], directory: Path, environment: dict[str, str], **options: Any) -> None:
+        self.environment = environment
         self.paths = {name: directory / name for name in ("out", "err")}
         with self.paths["out"].open("w") as out, self.paths["err"].open("w") as err:
             streams = {"stdout": out, "stderr": err, **options}

@@ -224,12 +224,14 @@ def test_signal_ends_pause_before_restart(launches: SmallLaunches) -> None:
     assert launches.record()["status"] == "stopped"
 
 
-def test_signal_to_one_of_two_nodes_stops_both(launches: SmallLaunches) -> None:
+def start_nodes(launches: SmallLaunches, behavior: str, restarts: int = 0) -> list[Launcher]:
     port = str(free_port())
-    nodes = [
-        launches.start("stop_when_one_is_asked", environment={"NNODES": "2", "NODE_RANK": node, "MASTER_PORT": port})
-        for node in ("0", "1")
-    ]
+    places = [{"NNODES": "2", "NODE_RANK": node, "MASTER_PORT": port} for node in ("0", "1")]
+    return [launches.start(behavior, restarts=restarts, environment=place) for place in places]
+
+
+def test_signal_to_one_of_two_nodes_stops_both(launches: SmallLaunches) -> None:
+    nodes = start_nodes(launches, "stop_when_one_is_asked")
     launches.wait_until_ready(nodes[0], 0, 1, 2, 3)
     nodes[1].note_children()
     nodes[1].process.send_signal(signal.SIGTERM)
@@ -238,6 +240,36 @@ def test_signal_to_one_of_two_nodes_stops_both(launches: SmallLaunches) -> None:
     assert stopped.startswith("Stopped by SIGUSR1 after step 7")
     assert "Stopped by SIGTERM" in nodes[1].output() and "global_step_7" in nodes[1].output()
     assert launches.record()["status"] == "stopped"
+
+
+def test_crash_on_one_node_restarts_all_nodes(launches: SmallLaunches) -> None:
+    nodes = start_nodes(launches, "fail_first_on_second_node", restarts=1)
+    launches.wait_until_ready(nodes[0], 0, 1, 2, 3)
+    (launches.run_dir / "fail").write_text("crash")
+    assert [node.end() for node in nodes] == [0, 0]
+    crash, restart = r"rank 3 \(process \d+\) failed with exit code 1", "; restart 1 of 1 in 0.1 s from step 0"
+    assert re.search(f"^node 1: {crash}{restart}$", nodes[0].output(), re.M)
+    assert re.search(f"^{crash}{restart}$", nodes[1].output(), re.M)
+    assert [node.output("err") for node in nodes] == ["", ""]
+    assert [len((launches.run_dir / f"attempts_of_{rank}").read_text().split()) for rank in range(4)] == [2] * 4
+
+
+def test_input_refused_on_one_node_ends_all_nodes(launches: SmallLaunches) -> None:
+    nodes = start_nodes(launches, "fail_first_on_second_node", restarts=3)
+    launches.wait_until_ready(nodes[0], 0, 1, 2, 3)
+    (launches.run_dir / "fail").write_text("refuse")
+    assert [node.end() for node in nodes] == [2, 2]
+    assert "node 1: the data are no good" in nodes[0].output("err")
+
+
+def test_node_that_is_started_again_restarts_the_others(launches: SmallLaunches) -> None:
+    nodes = start_nodes(launches, "fail_first_on_second_node", restarts=1)
+    launches.wait_until_ready(nodes[0], 0, 1, 2, 3)
+    nodes[1].process.kill()
+    nodes[1].process.wait()
+    again = launches.start("fail_first_on_second_node", environment=nodes[1].environment)
+    assert (nodes[0].end(), again.end()) == (0, 0)
+    assert "node 1: it was started again; restart 1 of 1 in 0.1 s from step 0" in nodes[0].output()
 
 
 def test_node_waiting_for_others_can_be_stopped(launches: SmallLaunches) -> None:

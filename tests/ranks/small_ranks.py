@@ -107,6 +107,19 @@ def crash_twice(run_dir: Path, attempt: int) -> int:
     return 1 if RANK == 1 and attempt <= 2 else 0
 
 
+def fail_first_on_second_node(run_dir: Path, attempt: int) -> int:
+    """The other ranks wait as in a collective, and end only when their launcher ends them."""
+    if attempt > 1:
+        return 0
+    say_ready(run_dir)
+    if RANK == 3:
+        wait_for(lambda: all((run_dir / f"ready_{rank}").exists() for rank in range(4)))
+        wait_for((run_dir / "fail").exists)
+        return refuse(run_dir, attempt) if (run_dir / "fail").read_text() == "refuse" else 1
+    time.sleep(LIFETIME_S)
+    return 0
+
+
 def save_and_crash_twice(run_dir: Path, attempt: int) -> int:
     if RANK == 0:
         save(run_dir, 10 * attempt)

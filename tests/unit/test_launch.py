@@ -119,12 +119,9 @@ def test_help_and_print_config_import_no_heavy_packages(word: str, heavy: str) -
     assert "quickstart" in result.stdout
 
 
-def test_torchrun_reads_nodes_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_several_nodes_meet_over_the_network() -> None:
     config = load_config("sft", ["trainer.nnodes=2", "trainer.n_gpus_per_node=8"])
-    for name, value in {"NODE_RANK": "1", "MASTER_ADDR": "host0", "MASTER_PORT": "1234"}.items():
-        monkeypatch.setenv(name, value)
-    options = torchrun_options(config)
-    assert {"--nnodes=2", "--node-rank=1", "--master-addr=host0", "--master-port=1234"} <= set(options)
+    assert {"--nproc-per-node=8", "--nnodes=2", "--rdzv-backend=cluster"} == set(torchrun_options(config))
     config.trainer.nnodes = 1
     assert "--rdzv-backend=loopback" in torchrun_options(config)  # a free port, so that two runs share a machine
 

@@ -6,6 +6,7 @@ Imports only the standard library until the arguments are parsed, so that --help
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,8 @@ EXIT_CODES = {
 
 def main() -> None:
     """Parse the command line, train, and exit with the command's code."""
+    # Read by torch at import. By default, a lost connection to another node prints a page of C++ frames.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with handle_stop_signals() as signals:
         sys.exit(launch(parse_arguments(sys.argv[1:]), signals))
 

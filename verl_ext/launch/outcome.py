@@ -56,6 +56,18 @@ class Failure:
         return self.exit_code == USER_ERROR_EXIT_CODE
 
 
+class NodeFailedError(Exception):
+    """Another node has failed or was started again, so the ranks of this node wait for peers that have ended.
+
+    Attributes:
+        failure: the failure of the other node.
+    """
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
 @dataclass(frozen=True)
 class Stopped:
     """A stop that was requested from the launcher or from a rank.

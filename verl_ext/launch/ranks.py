@@ -18,7 +18,7 @@ from verl_ext.config.schema import to_yaml
 from verl_ext.console import print_line
 from verl_ext.errors import first_line_of
 from verl_ext.files import temporary_directory, temporary_errors
-from verl_ext.launch.outcome import Failure, HandledStop, Outcome, Stopped, classify_outcome
+from verl_ext.launch.outcome import Failure, HandledStop, NodeFailedError, Outcome, Stopped, classify_outcome
 from verl_ext.metrics.timing import startup
 from verl_ext.processes import LAUNCHER_PID, StopSignals, defer_gc, hold_stop_signals
 from verl_ext.trainer.stages import RunConfig
@@ -63,7 +63,12 @@ def run_ranks(config: RunConfig, signals: StopSignals) -> Outcome:
     if thread.error is not None:
         failure = rendezvous_failure(config.trainer.nnodes, thread.error)
         return failure if supervisor.request is None else Stopped.by(supervisor.request)
-    return classify_outcome(thread.failures, supervisor.request)
+    outcome = classify_outcome(thread.failures, supervisor.request)
+    if isinstance(outcome, Failure) and config.trainer.nnodes > 1:
+        from verl_ext.launch.rendezvous import cluster_rendezvous
+
+        cluster_rendezvous(config.trainer.nnodes).announce(outcome)
+    return outcome
 
 
 class RankThread(threading.Thread):
@@ -171,10 +176,12 @@ def find_ranks(module: str) -> list[psutil.Process]:
 
 
 def rendezvous_failure(num_nodes: int, error: Exception) -> Failure:
-    """Describe why torchrun could not listen or did not find the other nodes in time; raise any other exception."""
+    """Describe why torchrun could not listen, or did not find or lost another node; raise any other exception."""
     from torch.distributed import DistError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
+    if isinstance(error, NodeFailedError):
+        return error.failure
     if not isinstance(error, DistError | RendezvousError | TimeoutError):
         raise error
     remedy = "; start the command on every node, with one MASTER_ADDR and a MASTER_PORT that is free there"

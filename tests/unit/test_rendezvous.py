@@ -1,0 +1,109 @@
+"""The rendezvous of several nodes, with the handlers of all nodes in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousTimeoutError
+
+from tests.helpers.processes import free_port, wait_until
+from verl_ext.launch import rendezvous
+from verl_ext.launch.outcome import Failure, NodeFailedError
+from verl_ext.launch.rendezvous import ADDRESS, ClusterRendezvous
+
+
+class Cluster:
+    """Nodes that share a registry."""
+
+    def __init__(self, num_nodes: int, threads: ThreadPoolExecutor) -> None:
+        self._threads, self._port = threads, free_port()
+        self.nodes = [self.new_node(node, num_nodes) for node in range(num_nodes)]
+
+    def new_node(self, node: int, num_nodes: int) -> ClusterRendezvous:
+        return ClusterRendezvous(node, num_nodes, ADDRESS, self._port)
+
+    def start(self, node: ClusterRendezvous) -> Future[RendezvousInfo]:
+        return self._threads.submit(node.next_rendezvous)
+
+    def meet(self) -> list[int]:
+        """Let all nodes join; returns the port of each node's store."""
+        infos = [each.result() for each in [self.start(node) for node in self.nodes]]
+        assert [(info.rank, info.world_size) for info in infos] == [(n, len(infos)) for n in range(len(infos))]
+        infos[0].store.set("key", "value")
+        assert {info.store.get("key") for info in infos} == {b"value"}
+        return [info.bootstrap_store_info.master_port for info in infos]
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor() as threads:
+        yield threads
+
+
+@pytest.fixture(autouse=True)
+def always_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "POLL_S", 0)
+
+
+def test_failure_of_one_node_reaches_all_and_they_meet_again_at_new_store(threads: ThreadPoolExecutor) -> None:
+    cluster = Cluster(3, threads)
+    first = cluster.meet()
+    assert len(set(first)) == 1
+    assert [node.num_nodes_waiting() for node in cluster.nodes] == [0, 0, 0]
+    cluster.nodes[2].announce(Failure("rank 5 was killed by SIGKILL", exit_code=-9))
+    cluster.nodes[0].announce(Failure("rank 0 lost its peer", exit_code=1))  # a consequence
+    for node in cluster.nodes:
+        with pytest.raises(NodeFailedError) as raised:
+            node.num_nodes_waiting()
+        assert raised.value.failure == Failure("node 2: rank 5 was killed by SIGKILL", exit_code=-9)
+    assert set(cluster.meet()).isdisjoint(first)
+    assert [node.num_nodes_waiting() for node in cluster.nodes] == [0, 0, 0]
+
+
+def test_waiting_nodes_follow_one_that_was_started_again(threads: ThreadPoolExecutor) -> None:
+    cluster = Cluster(3, threads)
+    waiting = cluster.start(cluster.nodes[0])
+    killed = cluster.nodes[1]
+    killed._registry = killed._connect()
+    killed._join()
+    cluster.nodes[1] = cluster.new_node(1, 3)
+    others = [cluster.start(node) for node in cluster.nodes[1:]]
+    assert len({each.result().bootstrap_store_info.master_port for each in [waiting, *others]}) == 1
+
+
+def test_node_names_those_it_waits_for(
+    threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rendezvous, "ANNOUNCE_AFTER_S", 0)
+    cluster = Cluster(4, threads)
+    waiting = [cluster.start(node) for node in (cluster.nodes[0], cluster.nodes[2])]
+    announced = ""
+
+    def has_announced() -> bool:
+        nonlocal announced
+        announced += capsys.readouterr().out
+        return "Waiting for nodes 1, 3 of 4 nodes\n" in announced
+
+    wait_until(has_announced)
+    monkeypatch.setattr(rendezvous, "JOIN_TIMEOUT_S", 0)
+    for each in waiting:
+        with pytest.raises(RendezvousTimeoutError, match="^nodes 1, 3 did not join within 0 s$"):
+            each.result()
+
+
+def test_loss_of_first_node_ends_the_others_after_a_while(
+    threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = Cluster(2, threads)
+    cluster.meet()
+    first, second = cluster.nodes
+    first._registry = first._store = None
+    assert second.num_nodes_waiting() == 0  # at the end of a run, the first node may leave before the others
+    assert second.num_nodes_waiting() == 0
+    second.announce(Failure("its peer is gone", exit_code=1))  # nobody listens
+    with monkeypatch.context() as patch, pytest.raises(NodeFailedError, match="^node 0 cannot be reached$"):
+        patch.setattr(rendezvous, "REPLY_TIMEOUT_S", 0)
+        second.num_nodes_waiting()
+    assert len(set(cluster.meet())) == 1  # the first node is back

@@ -1,0 +1,243 @@
+"""How the launchers of a run find each other: rendezvous handlers for torchrun, on one machine and on several.
+
+Imports torch, so the launcher imports this module only when it starts the ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from datetime import timedelta
+from functools import cache
+
+from torch.distributed import DistError, PrefixStore, TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+    rendezvous_handler_registry,
+)
+
+from verl_ext.console import print_line
+from verl_ext.launch.outcome import Failure, NodeFailedError
+
+LOOPBACK, CLUSTER = "loopback", "cluster"
+"""Names of the rendezvous for torchrun: for a single machine, and for several nodes."""
+ADDRESS = "127.0.0.1"
+JOIN_TIMEOUT_S = 900.0
+"""How long a node waits for the others."""
+ANNOUNCE_AFTER_S = 30.0
+"""After this time a node says for which others it waits."""
+WAIT_S = 0.2
+POLL_S = 1.0
+"""How often a node asks whether another one has failed."""
+REPLY_TIMEOUT_S = 60.0
+"""How long the first node may take to reply, or be unreachable, before it counts as lost."""
+
+
+class SingleGroup(RendezvousHandler):
+    """What both rendezvous share: the group of nodes is fixed, and the ranks use the store of the first node."""
+
+    @property
+    def use_agent_store(self) -> bool:
+        """The ranks are clients of the store that `next_rendezvous` returns."""
+        return True
+
+    def get_run_id(self) -> str:
+        return "run"
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """No further node can join."""
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def shutdown(self) -> bool:
+        """The store ends with this object."""
+        return True
+
+
+class LoopbackRendezvous(SingleGroup):
+    """The rendezvous of a single machine: a store on 127.0.0.1 that lives as long as this object.
+
+    torchrun's own rendezvous pickles its state into a store that listens on every interface, so anyone who can connect
+    to it can execute code here. On a single machine, only the store's port has to be agreed on.
+    """
+
+    def __init__(self) -> None:
+        with socket.create_server((ADDRESS, 0)) as listener:
+            self._port = listener.getsockname()[1]
+            # Without a socket the store would listen on every interface; it closes the socket itself.
+            self._store = TCPStore(
+                ADDRESS, self._port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            )
+
+    def get_backend(self) -> str:
+        return LOOPBACK
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """This node is the only one."""
+        own = PrefixStore(self.get_run_id(), self._store)
+        return RendezvousInfo(own, 0, 1, RendezvousStoreInfo(ADDRESS, self._port))
+
+
+class ClusterRendezvous(SingleGroup):
+    """The rendezvous of several nodes: every failure of a node starts a new generation of the whole group.
+
+    The launcher of node 0 keeps a registry at MASTER_ADDR:MASTER_PORT for as long as it lives. Each node joins the
+    current generation once. If it joins again, or announces a failure, the generation is over, and the other nodes
+    end their ranks, which would otherwise wait for peers that have ended until a collective times out. Each
+    generation has a store of its own, because a new rank must not read what an earlier one wrote.
+
+    Args:
+        node: rank of this node.
+        num_nodes: number of nodes.
+        address: address of node 0.
+        port: port of the registry.
+    """
+
+    def __init__(self, node: int, num_nodes: int, address: str, port: int) -> None:
+        self._node, self._num_nodes, self._address, self._port = node, num_nodes, address, port
+        self._registry: TCPStore | None = None
+        self._generation = 0
+        self._store: TCPStore | None = None
+        self._waits_since = self._asked_at = time.monotonic()
+        self._has_announced = False
+        self._lost_at: float | None = None
+
+    def get_backend(self) -> str:
+        return CLUSTER
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait until every node has joined the same generation.
+
+        Raises:
+            RendezvousTimeoutError: a node did not join within `JOIN_TIMEOUT_S`.
+            DistError: node 0 cannot be reached.
+        """
+        self._registry, self._lost_at = self._connect(), None
+        self._waits_since, self._has_announced = time.monotonic(), False
+        self._join()
+        while not (self._wait_for_all("joined") and self._wait_for_all("ready")):
+            self._join()
+        port = int(self._registry.get(self._key("port")))
+        if self._store is None:
+            self._store = TCPStore(self._address, port, is_master=False, timeout=timedelta(seconds=REPLY_TIMEOUT_S))
+        return RendezvousInfo(self._store, self._node, self._num_nodes, RendezvousStoreInfo(self._address, port))
+
+    def num_nodes_waiting(self) -> int:
+        """Always 0; torchrun calls this method several times a second while the ranks run.
+
+        Raises:
+            NodeFailedError: the generation is over, or node 0 is lost.
+        """
+        now = time.monotonic()
+        if now - self._asked_at < POLL_S:
+            return 0
+        self._asked_at = now
+        if self._lost_at is not None:
+            if now - self._lost_at > REPLY_TIMEOUT_S:
+                raise NodeFailedError(Failure("node 0 cannot be reached", exit_code=1))
+            return 0
+        try:
+            reason = self._reason()
+        except DistError:  # perhaps the run is ending, and this node is the last
+            self._lost_at = now
+            return 0
+        if reason is not None:
+            raise NodeFailedError(reason)
+        return 0
+
+    def announce(self, failure: Failure) -> None:
+        """Tell the other nodes that the ranks of this node have failed."""
+        if self._registry is None or self._lost_at is not None:
+            return
+        try:
+            self._end_generation(failure)
+        except DistError:  # node 0 has ended, too
+            self._lost_at = time.monotonic()
+
+    def _connect(self) -> TCPStore:
+        if self._node == 0:
+            return self._registry or TCPStore(self._address, self._port, is_master=True, wait_for_workers=False)
+        registry = TCPStore(self._address, self._port, is_master=False, timeout=timedelta(seconds=JOIN_TIMEOUT_S))
+        registry.set_timeout(timedelta(seconds=REPLY_TIMEOUT_S))
+        return registry
+
+    def _join(self) -> None:
+        """Join the current generation, or a new one if this node has joined the current one before."""
+        assert self._registry is not None
+        while True:
+            self._generation = self._registry.add("generation", 0)
+            if self._registry.add(self._key(f"joined/{self._node}"), 1) == 1:
+                break
+            self._end_generation(Failure("it was started again", exit_code=1))
+        self._store = None
+        if self._node == 0:
+            self._store = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
+            self._registry.set(self._key("port"), str(self._store.port))
+
+    def _wait_for_all(self, state: str) -> bool:
+        """Wait until all nodes have reached a state; returns False if the generation is over.
+
+        A node is ready when it has seen that all have joined. One that has died after it joined never is.
+        """
+        assert self._registry is not None
+        if state == "ready":
+            self._registry.set(self._key(f"ready/{self._node}"), "1")
+        while missing := self._missing_nodes(state):
+            if self._reason() is not None:
+                return False
+            waited_s = time.monotonic() - self._waits_since
+            if waited_s > JOIN_TIMEOUT_S:
+                raise RendezvousTimeoutError(f"{_list_nodes(missing)} did not join within {JOIN_TIMEOUT_S:.0f} s")
+            if waited_s > ANNOUNCE_AFTER_S and not self._has_announced:
+                self._has_announced = True
+                print_line(f"Waiting for {_list_nodes(missing)} of {self._num_nodes} nodes")
+            time.sleep(WAIT_S)
+        return True
+
+    def _missing_nodes(self, state: str) -> list[int]:
+        """Nodes that have not reached a state in this node's generation."""
+        assert self._registry is not None
+        keys = {node: self._key(f"{state}/{node}") for node in range(self._num_nodes)}
+        if self._registry.check([*keys.values()]):
+            return []
+        return [node for node, key in keys.items() if not self._registry.check([key])]
+
+    def _end_generation(self, failure: Failure) -> None:
+        assert self._registry is not None
+        reason = f"{failure.exit_code} node {self._node}: {failure.message}"
+        self._registry.compare_set(self._key("reason"), "", reason)
+        self._registry.compare_set("generation", str(self._generation), str(self._generation + 1))
+
+    def _reason(self) -> Failure | None:
+        """The failure that ended this node's generation; None while it lasts."""
+        assert self._registry is not None
+        if not self._registry.check([self._key("reason")]):
+            return None
+        code, message = self._registry.get(self._key("reason")).decode().split(" ", 1)
+        return Failure(message, int(code))
+
+    def _key(self, name: str) -> str:
+        return f"{self._generation}/{name}"
+
+
+def _list_nodes(nodes: list[int]) -> str:
+    return f"node{'s' * (len(nodes) > 1)} {', '.join(map(str, nodes))}"
+
+
+@cache
+def cluster_rendezvous(num_nodes: int) -> ClusterRendezvous:
+    """The rendezvous of this process, over all attempts; NODE_RANK, MASTER_ADDR and MASTER_PORT say where it is."""
+    address, port = os.environ.get("MASTER_ADDR", ADDRESS), int(os.environ.get("MASTER_PORT", "29500"))
+    return ClusterRendezvous(int(os.environ.get("NODE_RANK", "0")), num_nodes, address, port)
+
+
+rendezvous_handler_registry.register(LOOPBACK, lambda _: LoopbackRendezvous())
+rendezvous_handler_registry.register(CLUSTER, lambda parameters: cluster_rendezvous(parameters.max_nodes))
