@@ -171,6 +171,7 @@ _CUP = re.compile(r"\\cup(?![A-Za-z])")
 _SETMINUS = re.compile(r"\\setminus(?![A-Za-z])|-")
 _PLUS_MINUS = re.compile(r"([-+])|\\(pm|mp)(?![A-Za-z])")
 _CLOSING = re.compile(r"\\?[\])}]|\\rangle(?![A-Za-z])")
+_OPENING_BRACKET = re.compile(r"\[")
 _FACTOR = re.compile(
     r'[0-9A-Za-z({".]|\\\{|\\(?!(?:le|ge|ne|in|or|and|cup|setminus|pm|mp|end|rangle|rfloor|rceil|degree)(?![A-Za-z]))[A-Za-z]'
 )
@@ -184,8 +185,8 @@ _UNIT = re.compile(
 )
 _UNIT_PART = re.compile(r"(/)|\^ ?\{? ?(-?[1-9])|([a-z]+)")
 _NOUN = re.compile(r"(?!(?:is|are|was|were|not|times|thirds)(?![a-z]))[a-z]+(?:[ /*^{}0-9-]+[a-z]+)*[ ^{}0-9-]*")
-_OPENING = {"(": "(", "[": "[", "{": "", "\\{": "{", "\\langle": "("}
-_CLOSED = {")": ")", "]": "]", "}": "", "\\}": "}", "\\rangle": ")"}
+_OPENING = {"(": "(", "[": "[", "{": "", "\\{": "{", "\\langle": "(", "]": "]"}
+_CLOSED = {")": ")", "]": "]", "}": "", "\\}": "}", "\\rangle": ")", "[": "["}
 
 
 def normalize(text: str, with_units: bool = True) -> str:
@@ -294,7 +295,7 @@ class Parser:
     # from the loosest to the tightest binding
 
     def _items(self) -> Formula:
-        if self._is_before(_CLOSING):
+        if self._depth and self._is_before(_CLOSING):
             items: list[Formula] = []
         else:
             items = [self._relation()]
@@ -509,12 +510,16 @@ class Parser:
         bars, self._bars = self._bars, 0
         inside = self._items()
         self._bars = bars
-        found = self._take(_CLOSING)
+        found = self._take(_CLOSING) or self._take(_OPENING_BRACKET)
         if found is None:
             raise NotAFormula("an open bracket")
         closing = _CLOSED[found[0]]
         is_list = isinstance(inside, Collection) and inside.kind == "list"
         items = inside.items if isinstance(inside, Collection) and is_list else (inside,)
+        if opening == "]" or closing == "[":  # ISO 31-11: `[2,5[` is `[2,5)`, and `]2,5]` is `(2,5]`
+            if len(items) != 2:
+                raise NotAFormula("reversed brackets around something else than an interval")
+            opening, closing = opening.replace("]", "("), closing.replace("[", ")")
         if opening == "{" or closing == "}":
             if (opening, closing) != ("{", "}"):
                 raise NotAFormula("unequal braces")
