@@ -113,6 +113,13 @@ TYPOGRAPHY: _Replacements = [
     (re.compile(r"(?<![A-Za-z0-9)}])(?<![A-Za-z0-9)}] )-(\\f?box(?:ed)?\s{0,3}\{)(?=[0-9.]{1,20}\})"), r"\1-"),
     *_SIGN_WORDS,
 ]
+PERMUTATIONS: _Replacements = [
+    (
+        re.compile(r"(?<![A-Za-z\\])P\(([0-9]{1,4}), ?([0-9]{1,4})\)|(?:\{\})?_\{?([0-9]{1,4})\}?P_\{?([0-9]{1,4})\}?"),
+        r"\\frac{\1\3!}{(\1\3-\2\4)!}",
+    ),
+]
+"""Numbers of permutations, `P(7,3)`. Only for a reference that is a number, because `P(7,3)` may also be a point."""
 TEXT_COMMANDS: _Replacements = [
     (re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\{([^{}]*)\}"), r" \1 "),
     (re.compile(r"\^\{?\\circ\}?|\\?%|\u00b0"), " "),

@@ -31,6 +31,7 @@ from eval_pipeline.judge.formula_parser import PERIODIC, UNITS
 from eval_pipeline.judge.number_notation import (
     NUMBER,
     PERCENT,
+    PERMUTATIONS,
     POWERS,
     TEXT_COMMANDS,
     TYPOGRAPHY,
@@ -274,6 +275,7 @@ def _is_right(text: str, reference: str, scaled: bool) -> bool:
     wanted = parse_number(reference)
     if wanted is None:
         return not scaled and _is_text_or_formula(text, reference)
+    text = replaced(text, PERMUTATIONS)
     tagged = _find_tagged(text)
     if (tagged is None or not _DIGIT.search(tagged.text)) and (word := _number_word(text)) is not None:
         return word == wanted

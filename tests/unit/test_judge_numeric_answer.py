@@ -790,6 +790,7 @@ N = 20_000
         r"\boxed{9 \frac{" + r"\text{m}" * N,
         r"\boxed{9^{" + r"\text{th" * N,
         r"7 \pmod{" * N,
+        r"\boxed{P(9999,1)}",
         "\u7b54\u6848\u662f" * N,
         "#### 1" + " and 1" * N + "x",
         r"\boxed{" + "x" * N + "= 1",
