@@ -188,7 +188,7 @@ _CHANGED = (
 )
 _BEFORE_UNSTATED = re.compile(rf"(?:{_NEGATED}|{_BOUNDED}|{_CHANGED})[ ($]*$", re.IGNORECASE)
 _COMPOUND = "|".join(
-    rf"{large},?(?: and)? [0-9]{{1,9}} ?{small}"
+    rf"{large},?(?: {{1,3}}and)? {{1,3}}[0-9]{{1,9}}(?: {{0,3}}{small}\b|[.\s]*\Z)"  # the smaller unit may be cut off
     for large, small in (
         ("years?", "months?"),
         ("weeks?", "days?"),
@@ -206,7 +206,7 @@ _COMPLETIONS = (
     r"|or (?:less|more|fewer|greater|higher|lower|above|below)\b|and (?:above|below|up)\b|and a (?:third|quarter)\b"
     r"|or (?:none|infinite)\b|at (?:most|least)\b|\u4ee5[\u4e0a\u4e0b]|remainder [0-9]"
     r"|(?:times|plus|minus|over|divided by) [0-9]|to the power of [0-9]"
-    rf"|(?:{_COMPOUND})\b"
+    rf"|{_COMPOUND}"
 )
 """Words after a number with which a text states another one: `3 squared`, `3 or more`, `3 hours 20 minutes`."""
 _DENIED = (

@@ -226,9 +226,10 @@ STATEMENTS = [
     ("20", (), ("The answer is 20. Wait, no. The answer is 18.", "#### 20, no. #### 18")),
     (
         "3",
-        ("The answer is 3 hours.", "The answer is 3 dollars a day."),
+        ("The answer is 3 hours.", "The answer is 3 dollars a day.", "The answer is 3 days and 20 are left"),
         (
             *("The answer is 3 hours and 20 minutes.", "#### 3 feet 8 inches", "The answer is 3 and a half."),
+            *("The answer is 3 hours and 20", "#### 3 feet 8", r"#### 3\text{ hours and }20\text{ minutes}"),
             *("#### 3 remainder 2", "#### 3 or more", "The answer is 3 times 7.", "#### 3 to the power of 4"),
             *("#### 3 over 4", "The answer is 3 sqrt(2).", "#### 3+", "The answer is 3 < x < 5.", "#### 3 and up"),
         ),
