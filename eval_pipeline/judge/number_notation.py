@@ -186,7 +186,12 @@ _CHANGED = (
     r"|\b(?:per ?cent|percentage|multiple|divisor) of|\b(?:times|plus|(?:divided|multiplied) by|log|ln|sin|cos|tan)"
     r"|[0-9] of"
 )
-_BEFORE_UNSTATED = re.compile(rf"(?:{_NEGATED}|{_BOUNDED}|{_CHANGED})[ ($]*$", re.IGNORECASE)
+ALTERNATIVE = (
+    r"\b(?:but|or|(?:al)?though)(?: (?:it|this|that))? (?:(?:could|might|may)(?: also)? be|maybe|perhaps|possibly)\b"
+    r"(?! (?:[A-Za-z]{2}|an? ))"
+)
+"""Words between an answer and another one: `42, but it could be 43`, and not `but it could be simplified`."""
+_BEFORE_UNSTATED = re.compile(rf"(?:{_NEGATED}|{_BOUNDED}|{_CHANGED}|{ALTERNATIVE})[ ($]*$", re.IGNORECASE)
 _COMPOUND = "|".join(
     rf"{large},?(?: {{1,3}}and)? {{1,3}}[0-9]{{1,9}}(?: {{0,3}}{small}\b|[.\s]*\Z)"  # the smaller unit may be cut off
     for large, small in (
@@ -207,6 +212,7 @@ _COMPLETIONS = (
     r"|or (?:none|infinite)\b|at (?:most|least)\b|\u4ee5[\u4e0a\u4e0b]|remainder [0-9]"
     r"|(?:times|plus|minus|over|divided by) [0-9]|to the power of [0-9]"
     rf"|{_COMPOUND}"
+    rf"|,? {{0,3}}{ALTERNATIVE}"
 )
 """Words after a number with which a text states another one: `3 squared`, `3 or more`, `3 hours 20 minutes`."""
 _DENIED = (

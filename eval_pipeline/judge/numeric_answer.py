@@ -29,6 +29,7 @@ from itertools import pairwise
 from eval_pipeline.judge.formula import RATIO, equal_formulas, is_rounded
 from eval_pipeline.judge.formula_parser import PERIODIC, UNITS
 from eval_pipeline.judge.number_notation import (
+    ALTERNATIVE,
     NUMBER,
     PERCENT,
     PERMUTATIONS,
@@ -71,9 +72,9 @@ _LAST_MATH = re.compile(rf"({_FORMULAS})[.\s]*$")
 _IN_MATH = re.compile(r"\$\$?([^$]+)\$\$?")
 _SENTENCE_END = (
     r"(?:[.?]|;(?! ?[0-9])|!{1,3}(?! ?=))(?:[ \t]|$)"
-    r"|[ \t](?:because|since|as|where|when|with|if|given|so|which|due|assuming|but)\b"
+    rf"|[ \t](?!{ALTERNATIVE})(?:because|since|as|where|when|with|if|given|so|which|due|assuming|but)\b"
 )
-_STATEMENT_END = re.compile(rf"{_SENTENCE_END}|,[ \t]", re.IGNORECASE)
+_STATEMENT_END = re.compile(rf"{_SENTENCE_END}|,[ \t](?!{ALTERNATIVE})", re.IGNORECASE)
 _TEXT_END = re.compile(_SENTENCE_END, re.IGNORECASE)
 _ASIDE = re.compile(r"\([^()=]*=[^()]*\)")
 _DIGIT = re.compile(r"[0-9]")

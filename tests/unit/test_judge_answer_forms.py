@@ -238,13 +238,19 @@ STATEMENTS = [
     ("3", ("The function has a maximum of 3", "The answer is 3 (since 1 + 2 = 3)."), ()),
     (
         "42",
-        ("#### 42; 3 apples are left", "#### 42 (or 42.0)"),
+        (
+            *("#### 42; 3 apples are left", "#### 42 (or 42.0)", "The answer is 42, but it could be simplified."),
+            *("The answer is 42, but 43 is close.", "The answer is 42, though it may be a bit less than 43."),
+        ),
         (
             *("The answer is 42 (or 43).", "The answer is 42; 43; 44", "The answer is 42, maybe 43."),
             r"42\text{ or none}",
+            *("The answer is probably 42, but it could be 43.", "It is 43, but it might also be 42"),
+            *("The answer is 42, or perhaps $43$", "<answer>43, but it could be 42</answer>"),
             *("The answer is x = 42, y = 43", "<answer>41 and/or 42</answer>", "<answer>one of 40, 41, 42</answer>"),
         ),
     ),
+    ("x+1", ("The answer is x+1, but it could be written as 1+x",), ("The answer is x+1, but it could be x+2.",)),
     (r"\frac{\pi}{3}", (r"60^\circ = \frac{\pi}{3}",), ()),
     ("0.75", ("My answer: the probability is 75%.",), ("My answer: the probability is 7.5%.",)),
     ("75%", ("**Answer** 0.75",), ("**Answer** 0.075",)),
