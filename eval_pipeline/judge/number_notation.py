@@ -186,12 +186,13 @@ _CHANGED = (
     r"|\b(?:per ?cent|percentage|multiple|divisor) of|\b(?:times|plus|(?:divided|multiplied) by|log|ln|sin|cos|tan)"
     r"|[0-9] of"
 )
+_MEMBER = r"(?:\bin(?: the set)?|\\in|\u2208)[ $]{0,2}\\?\{[^{}]{0,40}[,;]"
 ALTERNATIVE = (
     r"\b(?:but|or|(?:al)?though)(?: (?:it|this|that))? (?:(?:could|might|may)(?: also)? be|maybe|perhaps|possibly)\b"
     r"(?! (?:[A-Za-z]{2}|an? ))"
 )
 """Words between an answer and another one: `42, but it could be 43`, and not `but it could be simplified`."""
-_BEFORE_UNSTATED = re.compile(rf"(?:{_NEGATED}|{_BOUNDED}|{_CHANGED}|{ALTERNATIVE})[ ($]*$", re.IGNORECASE)
+_BEFORE_UNSTATED = re.compile(rf"(?:{_NEGATED}|{_BOUNDED}|{_CHANGED}|{_MEMBER}|{ALTERNATIVE})[ ($]*$", re.IGNORECASE)
 _COMPOUND = "|".join(
     rf"{large},?(?: {{1,3}}and)? {{1,3}}[0-9]{{1,9}}(?: {{0,3}}{small}\b|[.\s]*\Z)"  # the smaller unit may be cut off
     for large, small in (

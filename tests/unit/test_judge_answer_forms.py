@@ -239,6 +239,7 @@ STATEMENTS = [
     (
         "42",
         (
+            "<answer>The largest number in {40, 41} plus 1 is 42</answer>",
             *("#### 42; 3 apples are left", "#### 42 (or 42.0)", "The answer is 42, but it could be simplified."),
             *("The answer is 42, but 43 is close.", "The answer is 42, though it may be a bit less than 43."),
         ),
@@ -247,6 +248,7 @@ STATEMENTS = [
             r"42\text{ or none}",
             *("The answer is probably 42, but it could be 43.", "It is 43, but it might also be 42"),
             *("The answer is 42, or perhaps $43$", "<answer>43, but it could be 42</answer>"),
+            *("<answer>x where x is in {41, 42}</answer>", r"#### x \in \{41,42\}", "x is in the set {41, 42}."),
             *("The answer is x = 42, y = 43", "<answer>41 and/or 42</answer>", "<answer>one of 40, 41, 42</answer>"),
         ),
     ),
