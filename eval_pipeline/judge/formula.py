@@ -38,7 +38,7 @@ from eval_pipeline.judge.formula_values import (
 
 MAX_FORMULA_CHARS = 400
 MIN_DEFINED = 3
-
+_ZERO = constant(Fraction(0))
 
 RATIO = re.compile(r"^([0-9]+) ?: ?([0-9]+)$")
 """A ratio of two numbers: `9:14`."""
@@ -218,7 +218,8 @@ def _result(relation: Relation) -> Formula | None:
     """The last side of equations, or the set of `x < 3`, `1 \\le x < 3` or `x \\ne 3`; None for another form."""
     operators, sides = relation.operators, relation.sides
     if set(operators) == {"="}:
-        return sides[-1]
+        # `0 = x^2 + 1` is an equation, and has no result
+        return None if sides[0] == _ZERO and sides[-1] != _ZERO else sides[-1]
     if set(operators) <= {">", "ge"}:
         operators = tuple({">": "<", "ge": "le"}[each] for each in reversed(operators))
         sides = tuple(reversed(sides))
