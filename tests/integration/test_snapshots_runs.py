@@ -184,7 +184,7 @@ def test_budget_run_has_recorded_names(budget_run: RecipeRun) -> None:
     assert names_in(run_dir) - {"events.jsonl"} == RUN_FILES | epochs | {"samples.jsonl", "tensorboard", "train.log"}
     check_record(budget_run, "budget")
     check_config(budget_run, "budget")
-    further = ("epoch_sums", "best_reward", "reward_terms", "vlm_fingerprint")
+    further = ("epoch_sums", "best_reward", "reward_terms", "vlm_fingerprint", "vlm_dtype")
     check_checkpoint(run_dir / "global_step_8", 1, further=further)
     check_pickled_names(budget_run)
     best = torch.load(run_dir / "best_model.pt", weights_only=True)

@@ -21,10 +21,13 @@ from tests.helpers.vlms import write_model
 from verl_ext.checkpoint.manifest import read_complete
 from verl_ext.config.schema import set_at
 from verl_ext.controller.distribution import ConfigurationDistribution, num_uniforms
+from verl_ext.controller.inference import load_adaptive_model
 from verl_ext.controller.latency import FEATURES, LatencyModel, ModeledLatency
+from verl_ext.controller.source import ControllerSource
 from verl_ext.controller.vlm import fingerprint, load_adapter, load_controller
 from verl_ext.distributed import build_meshes
 from verl_ext.errors import Stop, UserError
+from verl_ext.hardware import pick_precision
 from verl_ext.metrics.csv_tables import EpochSums
 from verl_ext.metrics.jsonl import SAMPLES_FILE
 from verl_ext.trainer.budget import BudgetTrainer
@@ -196,6 +199,37 @@ def test_resuming_refuses_another_vision_language_model(controlled: BudgetTraine
     controlled.checkpoint = controlled.run_dir / "global_step_2"
     with pytest.raises(UserError, match="was trained for another vision-language model or dtype than .*init_from="):
         controlled.build_runner()
+
+
+def test_auto_keeps_dtype_of_training_on_newer_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = budget_trainer(tmp_path, "controller.dtype=auto", "latency.source=measured")  # auto is fp32 on a CPU
+    state, source = trainer.data_state(), ControllerSource(tmp_path / "export")
+    trainer.checkpoint = trainer.run_dir / "global_step_2"
+    controller = trainer.build_controller()
+    controller.save_pretrained(source.export)
+
+    def pick_bf16(setting: str, device: str) -> torch.dtype:
+        return pick_precision("bf16" if setting == "auto" else setting, device)
+
+    monkeypatch.setattr("verl_ext.trainer.budget.pick_precision", pick_bf16)
+    monkeypatch.setattr("verl_ext.controller.inference.default_device", lambda name: ("cpu", pick_bf16(name, "cpu")))
+    trainer.load_data_state(state)
+    assert trainer.build_runner().adapter.model.dtype == torch.float32
+    assert load_adaptive_model(source)[0].runner.adapter.model.dtype == torch.float32
+
+    trainer.config.controller.dtype = "bf16"
+    with pytest.raises(UserError, match=r"set controller.dtype to the previous dtype \(fp32\)"):
+        trainer.build_runner()
+
+    # earlier versions recorded no dtype
+    trainer.config.controller.dtype = "auto"
+    trainer.load_data_state({name: value for name, value in state.items() if name != "vlm_dtype"})
+    with pytest.raises(UserError, match="auto depends on the device"):
+        trainer.build_runner()
+    controller.config.vlm.pop("dtype", None)
+    controller.save_pretrained(source.export)
+    with pytest.raises(UserError, match="trained for a model other than"):
+        load_adaptive_model(source)
 
 
 def test_resuming_refuses_checkpoint_without_controller_state(controlled: BudgetTrainer) -> None:

@@ -200,7 +200,8 @@ def load_adaptive_model(
     Raises:
         UserError: the controller or its model cannot be loaded, or they do not belong together.
     """
-    default, dtype = default_device(source.setting("controller", "dtype") or "auto")
     controller, controlled = load_controller(source.export, vlm, trust_remote_code)
+    setting = source.setting("controller", "dtype") or "auto"
+    default, dtype = default_device(controlled.dtype if setting == "auto" else setting)
     runner = controlled.runner(default if device is None else device, dtype, custom_adapter)
     return AdaptiveModel(runner, controller), controlled

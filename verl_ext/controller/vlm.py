@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
@@ -18,7 +18,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from verl_ext.console import warn
 from verl_ext.controller.adapters import ADAPTERS, VLMAdapter, adapter_for
-from verl_ext.controller.config import require_ascending
+from verl_ext.controller.config import VLMPrecision, require_ascending
 from verl_ext.controller.execution import VLMRunner
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 from verl_ext.controller.source import find_controller
@@ -42,6 +42,8 @@ SAME_BUDGETS = 0.05
 """Relative difference up to which budgets count as equal; `budgets_of_full` vary with each fit of a latency model."""
 STATE_KEY = "one_stage_controller_state_dict"
 """Key of the weights in a controller's `.pt` file."""
+PRECISIONS = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+"""Values of `controller.dtype` and `--dtype` by dtype."""
 
 
 def default_device(dtype: str = "auto") -> tuple[str, torch.dtype]:
@@ -52,7 +54,7 @@ def default_device(dtype: str = "auto") -> tuple[str, torch.dtype]:
 
 def precision_of(adapter: VLMAdapter) -> str:
     """The model's dtype as a value of `controller.dtype` and `--dtype`."""
-    return {torch.bfloat16: "bf16", torch.float32: "fp32"}[adapter.model.dtype]
+    return PRECISIONS[adapter.model.dtype]
 
 
 def load_adapter(
@@ -163,6 +165,7 @@ class ControlledModel:
         fingerprint: fingerprint of the weights; None before the model was loaded.
         num_threads: torch's number of threads on the CPU, which affects latencies; None for torch's default.
         adapter: custom adapter from `model.adapter`; None if the model's type determines the adapter.
+        dtype: dtype in training, as in `controller.dtype`; `auto` in exports of earlier versions.
     """
 
     path: str
@@ -173,6 +176,7 @@ class ControlledModel:
     fingerprint: str | None = None
     num_threads: int | None = None
     adapter: str | None = None
+    dtype: str = "auto"
 
     def __post_init__(self) -> None:
         """Check values that may come from a file.
@@ -184,6 +188,8 @@ class ControlledModel:
         for name, kinds in _CONTROLLED_TYPES.items():
             if type(getattr(self, name)) not in kinds:  # not isinstance, because a bool is no number
                 raise TypeError(f"its {name} is {getattr(self, name)!r}")
+        if self.dtype not in get_args(VLMPrecision):
+            raise TypeError(f"its dtype is {self.dtype!r}")
         if not all(type(size) is int for size in self.tier_sizes):
             raise TypeError(f"its tier_sizes are {list(self.tier_sizes)}")
         require_ascending("tier_sizes", self.tier_sizes)

@@ -33,7 +33,7 @@ from verl_ext.controller.latency import (
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 from verl_ext.controller.scoring import AnswerScorer
 from verl_ext.controller.space import ConfigurationSpace, cheapest_configuration
-from verl_ext.controller.vlm import STATE_KEY, ControlledModel, fingerprint, load_weights
+from verl_ext.controller.vlm import PRECISIONS, STATE_KEY, ControlledModel, fingerprint, load_weights
 from verl_ext.data.image_questions import ImageQuestionDataset, require_no_placeholders
 from verl_ext.data.prompts import PromptBatch
 from verl_ext.distributed import on_every_rank, on_rank_zero, reduce_over_ranks, to_full
@@ -67,6 +67,7 @@ class BudgetTrainer(RewardTrainer):
         self.epoch_sums, self.best_reward = EpochSums(), float("-inf")  # `load_position` restores them
         self.saved_reward_terms: dict[str, Any] | None = None
         self.saved_fingerprint: str | None = None
+        self.saved_dtype = "auto"
         super().__init__(*args, **kwargs)
 
     # The controller and the model that it controls
@@ -101,17 +102,20 @@ class BudgetTrainer(RewardTrainer):
         """
         config, controller = self.config, self.config.controller
         device, named = config.trainer.device, config.model.adapter
-        dtype = pick_precision(controller.dtype, device)
+        # the fingerprint depends on the dtype, so auto must not change it on another device
+        dtype = pick_precision(self.saved_dtype if controller.dtype == "auto" else controller.dtype, device)
+        self.vlm_dtype = PRECISIONS[dtype]
         plugin = None if named is None else Plugin.parse(named, "model.adapter")
         runner = self.controlled_model().runner(device, dtype, plugin, max_encodings=controller.max_encodings)
         self.vlm_fingerprint = fingerprint(runner.adapter.model)
         saved = self.saved_fingerprint  # None: it starts at step 0, or an earlier version wrote the checkpoint
         if saved not in (None, self.vlm_fingerprint):
             assert self.checkpoint is not None
+            previous = "auto depends on the device" if self.saved_dtype == "auto" else self.saved_dtype
             raise UserError(
                 f"{self.checkpoint} was trained for another vision-language model or dtype than "
-                f"{config.model.partial_pretrain}; restore its model, set controller.dtype to the previous dtype (auto "
-                "depends on the device), or set trainer.experiment_name to a new name to start "
+                f"{config.model.partial_pretrain}; restore its model, set controller.dtype to the previous dtype "
+                f"({previous}), or set trainer.experiment_name to a new name to start "
                 f"{self.weights_of(self.checkpoint)}"
             )
         samples = [*self.train_dataset.samples, *self.val_dataset.samples]
@@ -150,6 +154,7 @@ class BudgetTrainer(RewardTrainer):
                     **self.controlled_model().to_dict(),
                     "path": path,
                     "fingerprint": self.vlm_fingerprint,
+                    "dtype": self.vlm_dtype,
                 },
             )
         )
@@ -295,7 +300,7 @@ class BudgetTrainer(RewardTrainer):
     def data_state(self) -> dict[str, Any]:
         state = {"epoch_sums": asdict(self.epoch_sums), "best_reward": self.best_reward}
         terms = {"reward_terms": self.reward_terms(), "vlm_fingerprint": self.vlm_fingerprint}
-        return {**super().data_state(), **state, **terms}
+        return {**super().data_state(), **state, **terms, "vlm_dtype": self.vlm_dtype}
 
     def load_data_state(self, state: dict[str, Any]) -> None:
         if "epoch_sums" not in state:  # first, because the advice for other data assumes a controller
@@ -306,7 +311,8 @@ class BudgetTrainer(RewardTrainer):
         super().load_data_state(state)
         self.epoch_sums = EpochSums(**state["epoch_sums"])
         self.best_reward, self.saved_reward_terms = state["best_reward"], state["reward_terms"]
-        self.saved_fingerprint = state.get("vlm_fingerprint")
+        # checkpoints of earlier versions lack these
+        self.saved_fingerprint, self.saved_dtype = state.get("vlm_fingerprint"), state.get("vlm_dtype", "auto")
 
     def reward_terms(self) -> dict[str, Any]:
         """What a validation's reward depends on besides the controller."""
