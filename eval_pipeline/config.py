@@ -89,6 +89,7 @@ class EngineConfig:
         "openai: time per answer, with retries; vllm: time without a step",
         gt=0,
     )
+    load_timeout_s: float = setting(7200.0, "vllm: time to load a model", gt=0)
 
     def check(self) -> None:
         """Refuse settings that contradict each other, or that would put a key into a file."""

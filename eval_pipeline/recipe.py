@@ -23,7 +23,7 @@ from verl_ext.errors import UserError
 from verl_ext.metrics.registry import EVALUATION
 
 CODE_METRIC = "exec_success_rate"
-_NOT_DECISIVE = ("gpu_memory_utilization", "base_url", "concurrency", "timeout_s", "api_key_env")
+_NOT_DECISIVE = ("gpu_memory_utilization", "base_url", "concurrency", "timeout_s", "load_timeout_s", "api_key_env")
 """Engine settings that change the speed or the origin of an answer, but not the answer."""
 
 

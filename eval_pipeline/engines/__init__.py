@@ -108,7 +108,7 @@ class Engine(ABC):
 
         Raises:
             UserError: the model or the server cannot be used; a `ModelRefused` if a retry cannot succeed.
-            EngineDied: the engine's process ended while it loaded the model.
+            EngineDied: the engine's process ended or hung while it loaded the model.
         """
 
     @abstractmethod

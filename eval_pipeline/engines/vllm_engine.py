@@ -122,7 +122,7 @@ class VLLMEngine(Engine):
         self._child = VllmChild(self._config.timeout_s)
         try:
             self._child.send(LoadModel(self._config, str(self._export)))
-            reply = self._child.receive(is_loading=True)
+            reply = self._child.receive(self._config.load_timeout_s)
             if isinstance(reply, UserError):
                 raise reply
         except BaseException:
@@ -205,22 +205,24 @@ class VllmChild:
         except OSError:
             raise self._died() from None
 
-    def receive(self, is_loading: bool = False) -> Any:
+    def receive(self, load_timeout_s: float | None = None) -> Any:
         """Wait for the next message.
 
         Args:
-            is_loading: whether the child is loading its model, which has no time limit.
+            load_timeout_s: time limit while the child is loading its model, which vLLM itself does not limit; None
+                afterwards.
 
         Raises:
             EngineDied: vLLM raised an exception, or the child is dead, or was silent for too long.
         """
         # count polls instead of reading the clock, which continues while a scheduler suspends both processes
-        poll_s, silent_s = min(POLL_S, self._timeout_s), 0.0
+        limit_s = self._timeout_s if load_timeout_s is None else load_timeout_s
+        poll_s, silent_s = min(POLL_S, limit_s), 0.0
         try:
             while not self._connection.poll(poll_s):
                 silent_s += poll_s
-                if silent_s >= self._timeout_s and not is_loading:
-                    raise self._hung()
+                if silent_s >= limit_s:
+                    raise self._hung(load_timeout_s)
                 # a process forked from this one may hold the child's end open, so that no EOF would arrive
                 if self._has_exited() and not self._connection.poll():
                     raise EOFError
@@ -274,12 +276,13 @@ class VllmChild:
             f"{self._last_log_lines()}"
         )
 
-    def _hung(self) -> EngineDied:
+    def _hung(self, load_timeout_s: float | None = None) -> EngineDied:
         self._end_within(0)
-        return EngineDied(
-            f"the vLLM process made no progress for {self._timeout_s:g} s (engine.timeout_s) and was killed"
-            f"{self._last_log_lines()}"
-        )
+        if load_timeout_s is None:
+            what = f"made no progress for {self._timeout_s:g} s (engine.timeout_s)"
+        else:
+            what = f"did not load the model within {load_timeout_s:g} s (engine.load_timeout_s)"
+        return EngineDied(f"the vLLM process {what} and was killed{self._last_log_lines()}")
 
     def _cause_of(self, error: str) -> str:
         """The last log lines if an error only refers to them, as vLLM's errors with tensor parallelism do."""

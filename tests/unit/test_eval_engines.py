@@ -14,6 +14,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -34,6 +35,7 @@ from eval_pipeline.engines.vllm_engine import (
     LoadModel,
     ModelLoaded,
     VllmChild,
+    VLLMEngine,
     VllmFailed,
 )
 from eval_pipeline.engines.vllm_process import VllmModel
@@ -156,6 +158,24 @@ def test_child_killed_by_owner_is_not_called_out_of_memory(tmp_path: Path, monke
         child.receive()
     assert str(died.value).endswith("; its last lines:\nloading")
     assert "memory" not in str(died.value) and "SIGKILL" not in str(died.value)
+
+
+def test_child_that_hangs_at_load_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "python"
+    program.write_text("#!/bin/bash\nexec sleep infinity\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    engine = VLLMEngine(EngineConfig(load_timeout_s=0.1), tmp_path)
+    with pytest.raises(EngineDied, match=r"did not load the model within 0.1 s \(engine.load_timeout_s\) and was kill"):
+        engine.__enter__()
+    assert not psutil.pid_exists(engine._child.pid)
+
+
+def test_loading_may_exceed_step_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    with child_process() as child, monkeypatch.context() as patched:
+        polls = iter([False] * 70 + [True])  # one per second
+        patched.setattr(child, "_connection", Mock(poll=lambda _: next(polls), recv=lambda: "loaded"))
+        assert child.receive(load_timeout_s=80) == "loaded"
 
 
 @pytest.mark.parametrize(

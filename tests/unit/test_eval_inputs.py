@@ -79,6 +79,13 @@ def test_served_model_identity_follows_its_server_card(tmp_path: Path) -> None:
     assert EvalDigests.of(served_checkpoint(cards[0], tmp_path).identity(), "problems", recipes[1], {}) == first
 
 
+def test_time_limits_do_not_queue_evaluations_again(tmp_path: Path) -> None:
+    identity = served_checkpoint(ServedModel("a", "/m", 96), tmp_path).identity()
+    recipes = [load_eval_config(None, [f"engine.timeout_s={i}", f"engine.load_timeout_s={i}"]) for i in (1, 2)]
+    first, second = (EvalDigests.of(identity, "problems", recipe, {}) for recipe in recipes)
+    assert first == second
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [("config.json", "no config.json"), ("tokenizer.json", "no tokenizer"), ("model.safetensors", "no .*weights")],

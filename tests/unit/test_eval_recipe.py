@@ -113,6 +113,7 @@ def test_recipe_may_be_any_file(tmp_path: Path) -> None:
         ("engine.tensor_parallel_size=0", "engine.tensor_parallel_size is 0"),
         ("engine.concurrency=0", "engine.concurrency is 0"),
         ("engine.timeout_s=0", "engine.timeout_s is 0"),
+        ("engine.load_timeout_s=0", "engine.load_timeout_s is 0"),
         ("engine.gpu_memory_utilization=2", "engine.gpu_memory_utilization is 2"),
         ("engine.kind=sglang", "must be vllm or openai"),
         ("engine.kind=openai", "needs the server's URL"),
