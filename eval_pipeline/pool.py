@@ -139,15 +139,19 @@ def assign_gpus(num_workers: int | None, engine: EngineConfig) -> list[str | Non
     return list(groups[: num_workers or len(groups)])
 
 
+def share_cores(config: EvalConfig, num_workers: int) -> EvalConfig:
+    """The configuration of a worker on a machine with several: programs that share a core may hit their time limits."""
+    share = max(1, len(os.sched_getaffinity(0)) // num_workers)
+    return replace(config, judge=replace(config.judge, num_workers=config.judge.num_workers or share))
+
+
 class LocalPool(WorkerPool):
     """Processes on this machine; a worker that died is replaced when it gets its next batch."""
 
     def __init__(self, config: EvalConfig) -> None:
         super().__init__()
         gpus = assign_gpus(config.executor.num_workers, config.engine)
-        # each worker has its own judge, and programs that share a core would hit their time limits
-        share = max(1, len(os.sched_getaffinity(0)) // len(gpus))
-        config = replace(config, judge=replace(config.judge, num_workers=config.judge.num_workers or share))
+        config = share_cores(config, len(gpus))
         self._workers: list[LocalWorker] = [LocalWorker(config, devices) for devices in gpus]
 
     def __enter__(self) -> LocalPool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import socket
@@ -21,7 +22,7 @@ from ray._private.services import canonicalize_bootstrap_address
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
 from eval_pipeline.config import EngineConfig, EvalConfig
-from eval_pipeline.pool import BATCHES_PER_WORKER, EXIT_TIMEOUT_S, PoolWorker, WorkerPool
+from eval_pipeline.pool import BATCHES_PER_WORKER, EXIT_TIMEOUT_S, PoolWorker, WorkerPool, share_cores
 from eval_pipeline.worker import Batch, EvalWorker, Event
 from verl_ext.console import warn
 from verl_ext.errors import UserError, first_line_of
@@ -105,12 +106,19 @@ class RayPool(WorkerPool):
     def _scale(self) -> None:
         """Start or end workers until the wanted number is reached."""
         self._scaled_at = time.monotonic()
+        size = self._config.engine.tensor_parallel_size
+        if self._config.engine.kind == "vllm" and not self._gpus and capacity(size):
+            self._gpus = size  # nodes with GPUs have joined the cluster
         wanted = self._config.executor.num_workers or capacity(self._gpus)
-        idle = sorted((each for each in self._workers if not each.batches), key=lambda each: each.is_ready)
-        for worker in idle[: max(0, len(self._workers) - wanted)]:  # a node is gone; waiting workers are ended first
+        for worker in self._workers:
+            worker.is_retiring = worker.gpus != self._gpus
+        current = [worker for worker in self._workers if not worker.is_retiring]
+        idle = sorted((each for each in current if not each.batches), key=lambda each: each.is_ready)
+        surplus = idle[: max(0, len(current) - wanted)]  # a node is gone; waiting workers are ended first
+        for worker in [*surplus, *(each for each in self._workers if each.is_retiring and not each.batches)]:
             worker.kill()
             self._workers.remove(worker)
-        while len(self._workers) < wanted:
+        for _ in range(wanted - len(current)):
             self._workers.append(RayWorker(self._config, self._gpus))
         self._warn_of_waiting()
 
@@ -140,12 +148,15 @@ class RayWorker(PoolWorker):
         gpus: number of GPUs of the actor; with 0, it gets a CPU instead.
 
     Attributes:
+        gpus: number of GPUs of the actor.
         is_ready: whether the actor has its resources and can get batches.
+        is_retiring: whether the actor gets no further batches, because it lacks the GPUs that the cluster now has.
         death: why the actor died; None while it is alive.
     """
 
     def __init__(self, config: EvalConfig, gpus: int) -> None:
         super().__init__()
+        self.gpus = gpus
         # A checkout is on a file system that all nodes share; Ray fills in the node's PYTHONPATH. A wheel is installed
         # in the environment of every node.
         path = {"env_vars": {"PYTHONPATH": f"{IMPORT_PATH}{os.pathsep}${{PYTHONPATH}}"}} if IMPORT_PATH else {}
@@ -158,16 +169,16 @@ class RayWorker(PoolWorker):
                 scheduling_strategy="SPREAD",
                 runtime_env=path,
             )
-            .remote(config, _environment(config))
+            .remote(config, _environment(config), gpus)
         )
         self._events: Future[list[Event]] = self._actor.ping.remote().future()
         self._runs: list[Future[Any]] = []
-        self.is_ready = False
+        self.is_ready = self.is_retiring = False
         self.death: str | None = None
 
     def has_room_for(self, export: Path | None) -> bool:
-        """False until the worker has its resources, so that it holds no batches before."""
-        return self.is_ready and super().has_room_for(export)
+        """False until the worker has its resources, so that it holds no batches before, and while it is retiring."""
+        return self.is_ready and not self.is_retiring and super().has_room_for(export)
 
     @property
     def replies(self) -> list[Future[Any]]:
@@ -207,12 +218,13 @@ class WorkerActor:
 
     Args:
         environment: variables that the node may lack.
+        gpus: number of GPUs of this worker.
     """
 
-    def __init__(self, config: EvalConfig, environment: Mapping[str, str]) -> None:
+    def __init__(self, config: EvalConfig, environment: Mapping[str, str], gpus: int) -> None:
         os.environ.update(environment)
         self._events: SimpleQueue[Event] = SimpleQueue()
-        self._worker = EvalWorker(config)
+        self._worker = EvalWorker(share_cores(config, _workers_on_this_node(config.executor.num_workers, gpus)))
 
     def ping(self) -> list[Event]:
         """Return an empty list. The reply means that the actor has its resources."""
@@ -240,6 +252,17 @@ def _environment(config: EvalConfig) -> dict[str, str]:
     """The server's key, which must not be in a `runtime_env`: Ray logs it."""
     name = config.engine.api_key_env
     return {name: os.environ[name]} if config.engine.kind == "openai" and name in os.environ else {}
+
+
+def _workers_on_this_node(num_workers: int | None, gpus: int) -> int:
+    """How many workers share the node of the calling actor, if Ray spreads them evenly."""
+    own_id = ray.get_runtime_context().get_node_id()
+    nodes = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+    room = _count(nodes[own_id], "GPU") // gpus if gpus else 1
+    if num_workers is None:
+        return max(1, room)
+    even = math.ceil(num_workers / sum(_count(node, "GPU" if gpus else "CPU") > 0 for node in nodes.values()))
+    return max(1, min(room, even) if gpus else even)
 
 
 def describe_death(error: RayError) -> str:

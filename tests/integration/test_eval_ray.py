@@ -93,6 +93,36 @@ def test_workers_follow_cluster_size(cluster: Cluster) -> None:
     assert not actors()
 
 
+def test_gpus_of_new_node_replace_workers_without_gpus(cluster: Cluster) -> None:
+    from eval_pipeline.ray_pool import RayPool
+    from tests.helpers.ray_cluster import NODE
+
+    with RayPool(recipe_for(cluster.address)) as executor:
+        poll_until(lambda: executor.has_room_for(None), executor)
+        without = actors()
+        node = cluster.add_node(**NODE, num_gpus=3)
+        poll_until(lambda: len(actors()) == 3 and not without & actors(), executor)
+        poll_until(lambda: executor.has_room_for(None), executor)
+        cluster.remove_node(node)
+        poll_until(lambda: not actors(), executor)
+
+
+def test_workers_share_cores_of_their_node(cluster: Cluster) -> None:
+    import ray
+
+    from eval_pipeline import ray_pool
+    from tests.helpers.ray_cluster import NODE
+
+    count = ray.remote(ray_pool._workers_on_this_node)
+    node = cluster.add_node(**NODE, num_gpus=4)
+    with ray_pool.connected(cluster.address):
+        counts = [ray.get(count.options(num_gpus=gpus).remote(None, gpus)) for gpus in (1, 2)]
+        counts += [ray.get(count.options(num_gpus=1).remote(num_workers, 1)) for num_workers in (3, 8)]
+        counts += [ray.get(count.remote(num_workers, 0)) for num_workers in (None, 7)]
+    cluster.remove_node(node)
+    assert counts == [4, 2, 3, 4, 1, 3]  # three nodes, one with GPUs
+
+
 def test_worker_that_cannot_judge_reports_error(cluster: Cluster) -> None:
     from eval_pipeline.config import SamplingConfig
     from eval_pipeline.ray_pool import RayPool

@@ -198,7 +198,7 @@ class ClusterRendezvous(SingleGroup):
                 raise RendezvousTimeoutError(f"{_list_nodes(missing)} did not join within {JOIN_TIMEOUT_S:.0f} s")
             if waited_s > ANNOUNCE_AFTER_S and not self._has_announced:
                 self._has_announced = True
-                print_line(f"Waiting for {_list_nodes(missing)} of {self._num_nodes} nodes")
+                print_line(f"Waiting for {_list_nodes(missing)} to start")
             time.sleep(WAIT_S)
         return True
 
