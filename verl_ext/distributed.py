@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from verl_ext.errors import UserError
+from verl_ext.errors import TransientError, UserError
 
 T = TypeVar("T")
 COLLECTIVE_TIMEOUT = timedelta(hours=2)
@@ -33,21 +33,24 @@ def gather_results(function: Callable[[], T], group: ProcessGroup | None = None)
         group: group of the ranks; None means all ranks.
 
     Raises:
-        UserError: a rank raised a `UserError`; the first one is raised on all ranks.
+        UserError: a rank raised a `UserError`; the first one is raised on all ranks, also if it is a `TransientError`.
         RuntimeError: a rank raised another exception; the message contains its traceback.
     """
     outcome: tuple[Any, str, str] = (None, "", "")
     try:
         outcome = (function(), "", "")
+    except TransientError as error:
+        outcome = (None, "transient", str(error))
     except UserError as error:
         outcome = (None, "user", str(error))
     except Exception:  # the other ranks wait in all_gather_object, so any exception must reach them
         outcome = (None, "crash", traceback.format_exc())
     outcomes: list[tuple[Any, str, str]] = [(None, "", "")] * dist.get_world_size(group)
     dist.all_gather_object(outcomes, outcome, group=group)
-    for rank, (_, kind, message) in sorted(enumerate(outcomes), key=lambda item: item[1][1] != "user"):
-        if kind == "user":
-            raise UserError(message)
+    order = ["user", "transient", "crash", ""]
+    for rank, (_, kind, message) in sorted(enumerate(outcomes), key=lambda item: order.index(item[1][1])):
+        if kind in ("user", "transient"):
+            raise (UserError if kind == "user" else TransientError)(message)
         if kind == "crash":
             raise RuntimeError(f"rank {rank} failed:\n{message}")
     return [result for result, _, _ in outcomes]

@@ -25,6 +25,14 @@ SAME_REQUEST_S = 1.0
 class UserError(Exception):
     """Bad input. The message says in one sentence what is wrong and how to fix it."""
 
+    exit_code = USER_ERROR_EXIT_CODE
+
+
+class TransientError(UserError):
+    """Input that cannot be read at the moment. Unlike for bad input, `--restarts` and schedulers try again."""
+
+    exit_code = 1
+
 
 class Stop(Exception):
     """All ranks agreed to stop here.
@@ -70,10 +78,10 @@ def one_line(error: BaseException) -> str:
 
 @contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Print a `UserError` without a traceback and exit with code 2; every command's `main` runs in this context.
+    """Print a `UserError` without a traceback and exit with its code; every command's `main` runs in this context.
 
     Raises:
-        SystemExit: with code 2, or with code 1 if only writing to standard output failed.
+        SystemExit: with code 2, or with code 1 after a `TransientError` or if only writing to standard output failed.
     """
     try:
         if sys.stdout is None:  # the next opened file would receive the output of libraries
@@ -83,7 +91,7 @@ def exit_on_user_error() -> Iterator[None]:
         yield
     except UserError as error:
         print_line(f"error: {error}", sys.stderr)
-        raise SystemExit(USER_ERROR_EXIT_CODE) from None
+        raise SystemExit(error.exit_code) from None
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
             raise

@@ -6,16 +6,21 @@ import errno
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from tests.helpers.checkpoints import retention
+from tests.helpers.checkpoints import checkpoint_command, retention
+from verl_ext.checkpoint import manifest, resume
+from verl_ext.checkpoint.config import CheckpointConfig
 from verl_ext.checkpoint.manifest import TRACKER, Manifest, list_checkpoints, why_incomplete
-from verl_ext.checkpoint.resume import find_checkpoint
+from verl_ext.checkpoint.resume import agree_on_checkpoint, find_checkpoint
 from verl_ext.checkpoint.retention import rotate
 from verl_ext.checkpoint.save import add_metrics, commit_directory, sync_and_digest
-from verl_ext.errors import UserError
+from verl_ext.errors import TransientError, UserError, exit_on_user_error
 
 
 def commit(run_dir: Path, step: int, world_size: int = 2) -> Path:
@@ -169,6 +174,68 @@ def test_damaged_newest_checkpoint_falls_back_to_previous(damage: object, warnin
     damage(older)
     with pytest.raises(UserError, match="none is complete"):
         find(tmp_path)
+
+
+def stale(function: Callable[..., Any], failing: Path) -> Callable[..., Any]:
+    """The function, which raises ESTALE for a path, as NFS does."""
+
+    def read(path: Path, *arguments: Any, **keywords: Any) -> Any:
+        if path == failing:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return function(path, *arguments, **keywords)
+
+    return read
+
+
+@pytest.fixture
+def run_of_two(tmp_path: Path) -> Path:
+    """Checkpoints 10 and 20; the tracker still names 10, as after a crash in the save of step 20."""
+    commit(tmp_path, 10)
+    newest = commit(tmp_path, 20)
+    (tmp_path / TRACKER).write_text("10")
+    time_of_save = Manifest.read(newest).time
+    os.utime(tmp_path / TRACKER, (time_of_save - 5, time_of_save - 5))
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["global_step_20/manifest.json", "global_step_20/model.pt", TRACKER])
+def test_unreadable_file_is_not_damage(name: str, run_of_two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        for function in ("stat", "read_bytes"):
+            patch.setattr(Path, function, stale(getattr(Path, function), run_of_two / name))
+        with pytest.raises(TransientError, match="cannot be read .*Stale file handle"):
+            find(run_of_two)
+    assert find(run_of_two)[0] == run_of_two / "global_step_20"
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "model.pt"])
+def test_commands_show_unreadable_checkpoint(name: str, run_of_two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for function in ("stat", "read_bytes"):
+        monkeypatch.setattr(Path, function, stale(getattr(Path, function), run_of_two / "global_step_20" / name))
+    assert "cannot be read (Stale file handle)" in checkpoint_command("ls", run_of_two)
+    assert "cannot be read (Stale file handle)" in checkpoint_command("verify", run_of_two, code=1)
+    checkpoint_command("prune", run_of_two, "--yes", code=1)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_unreadable_file_is_retried_and_then_fails_start(run_of_two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SimpleNamespace(
+        run_dir=run_of_two, resume_mode="auto", resume_from_path=None, checkpoint=CheckpointConfig()
+    )
+    digest, newest = manifest.file_digest, run_of_two / "global_step_20"
+    failing = stale(digest, newest / "model.pt")
+    monkeypatch.setattr(manifest, "file_digest", failing)
+    monkeypatch.setattr(resume, "PAUSES_S", (0, 0))
+    with pytest.raises(TransientError, match="model.pt cannot be read"):
+        agree_on_checkpoint(config, "")
+    monkeypatch.setattr(resume.time, "sleep", lambda seconds: monkeypatch.setattr(manifest, "file_digest", digest))
+    assert agree_on_checkpoint(config, "") == newest
+
+
+def test_transient_error_exits_with_code_of_crash() -> None:
+    with pytest.raises(SystemExit) as exited, exit_on_user_error():
+        raise TransientError("it cannot be read")
+    assert exited.value.code == 1
 
 
 def test_resume_modes_select_expected_checkpoint(tmp_path: Path) -> None:

@@ -196,6 +196,8 @@ def test_rank_with_user_error_is_reported_as_cause() -> None:
     assert (failure.message, failure.is_user_error) == ("the file is empty", True)
     no_reply = FakeFailure(2, "To enable traceback see: https://pytorch.org/", 2, error_file="<N/A>")
     assert first_failure({1: no_reply}).message == "rank 1 rejected its input; see its message above"
+    transient = first_failure({0: FakeFailure(1, "the file cannot be read", 1)})
+    assert (transient.message, transient.is_user_error) == ("the file cannot be read", False)
     killed = first_failure({1: FakeFailure(-9, "", 5), 0: FakeFailure(1, "", 6)})
     assert (killed.message, killed.is_user_error) == ("rank 1 (process 7) was killed by SIGKILL", False)
 

@@ -199,7 +199,7 @@ class Ended:
     message: str | dict = ""
     timestamp: int = 1
     pid: int = 7
-    error_file: str = "error.json"
+    error_file: str = "<N/A>"  # torch's name for a missing file
 
     def signal_name(self) -> str:
         return signal.Signals(-self.exitcode).name
@@ -227,9 +227,8 @@ class Ended:
 def test_outcomes_distinguish_stop_from_crash(
     exit_codes: list[int], request_: HandledStop | None, expected: Outcome | int
 ) -> None:
-    outcome = classify_outcome(
-        {rank: Ended(code, "no" if code == 2 else "") for rank, code in enumerate(exit_codes)}, request_
-    )
+    ranks = [Ended(code, "no", error_file="error.json") if code == 2 else Ended(code) for code in exit_codes]
+    outcome = classify_outcome(dict(enumerate(ranks)), request_)
     if isinstance(expected, int):
         expected = Stopped(request_, expected)
     assert outcome == expected

@@ -49,7 +49,10 @@ ENDS = (
     "killed after SIGTERM because the step and the save took longer than trainer.preemption.grace_s=60 s",
 )  # fmt: skip
 """Reasons in `run.json`, of `trainer.run_logger` and `launch.report`."""
-DISK = ("it cannot be read (EIO)", "its files cannot be read (EIO)", "it has no shards")
+DISK = (
+    "it cannot be read (EIO)", "its files cannot be read (EIO)", "it has no shards",
+    "cannot be read now: its file model.pt cannot be read (EIO)", "its file model.pt cannot be read (EIO)",
+)  # fmt: skip
 """Messages of `checkpoint.manifest` about a disk that fails, and a checkpoint that is removed meanwhile."""
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from verl_ext.checkpoint.config import CheckpointConfig
 from verl_ext.checkpoint.manifest import (
     Manifest,
+    UnreadableError,
     complete_checkpoints,
     damaged_files,
     is_verl_checkpoint,
@@ -29,7 +30,7 @@ from verl_ext.checkpoint.resume import find_checkpoint
 from verl_ext.checkpoint.retention import RotationPlan, find_leftovers, finite_metric, plan_rotation
 from verl_ext.config.schema import Key, Setting, check_value, keys
 from verl_ext.console import print_line, print_summary, progress_bar, text_table
-from verl_ext.errors import UserError
+from verl_ext.errors import TransientError, UserError
 from verl_ext.files import TEMPORARY, format_bytes
 
 if TYPE_CHECKING:
@@ -64,15 +65,21 @@ def require_steps(run_dir: Path, steps: list[int]) -> list[Path]:
 
 
 def newest_resumable(run_dir: Path) -> Path | None:
-    """The checkpoint that the next start would resume from; None if there is none."""
+    """The checkpoint that the next start would resume from; None if there is none.
+
+    Raises:
+        TransientError: a checkpoint that may be intact cannot be read.
+    """
     try:
         return find_checkpoint(run_dir, "auto", None, warn=lambda message: None)
+    except TransientError:
+        raise
     except UserError:  # there are checkpoints, but none is complete
         return None
 
 
 def current_step(run_dir: Path) -> int:
-    """The step of the checkpoint that the run would resume from; 0 if there is none."""
+    """The step of the checkpoint that the run would resume from, see `newest_resumable`; 0 if there is none."""
     newest = newest_resumable(run_dir)
     return 0 if newest is None else step_of(newest) or 0
 
@@ -115,13 +122,13 @@ def _section(path: Path, values: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def size_on_disk(path: Path) -> int:
-    """Size in bytes of a file, or of all files in a directory tree; files that vanish meanwhile do not count."""
-    total = path.lstat().st_size if path.is_file() else 0
+    """Size in bytes of a file, or of a directory tree; files that vanish or cannot be read do not count."""
+    total = os.path.getsize(path) if os.path.isfile(path) else 0
     for folder, _, names in os.walk(path):
         for name in names:
             try:
                 total += os.lstat(os.path.join(folder, name)).st_size
-            except FileNotFoundError:  # removed by rotation of a running training
+            except OSError:  # such as removed by rotation of a running training
                 continue
     return total
 
@@ -142,6 +149,7 @@ class CheckpointInfo:
     will_be_removed: bool
     will_lose_optimizer: bool = False
     by_verl: bool = False
+    is_unreadable: bool = False
 
     @property
     def state(self) -> str:
@@ -153,7 +161,7 @@ class CheckpointInfo:
         """Text for the column "state", without the reason why a checkpoint is incomplete."""
         writer = ", written by verl itself" if self.by_verl else ""
         if self.manifest is None:
-            return f"incomplete{writer}"
+            return "cannot be read now" if self.is_unreadable else f"incomplete{writer}"
         missing = [f", without {part}" for part in self.manifest.dropped]
         export = ", export damaged" if self.manifest.has_damaged_export else ", export deferred"
         return "".join([f"complete{writer}", *missing, export if self.manifest.deferred else ""])
@@ -181,7 +189,11 @@ def ls(arguments: argparse.Namespace) -> int:
 
 def list_all(run_dir: Path, max_to_keep: int | None, config: CheckpointConfig) -> list[CheckpointInfo]:
     """Checkpoints and leftovers of a run, highest step first."""
-    plan = plan_rotation(run_dir, max_to_keep, config, current_step(run_dir))
+    try:
+        step = current_step(run_dir)
+    except TransientError:  # the column "state" shows it
+        step = max((step_of(path) or 0 for path in list_checkpoints(run_dir)), default=0)
+    plan = plan_rotation(run_dir, max_to_keep, config, step)
     checkpoints = [_checkpoint(path, plan) for path in list_checkpoints(run_dir)]
     found = [each for each in checkpoints if each is not None] + [_leftover(path) for path in find_leftovers(run_dir)]
     return sorted(found, key=lambda each: -each.step)
@@ -196,7 +208,10 @@ def _checkpoint(path: Path, plan: RotationPlan) -> CheckpointInfo | None:
         if not path.exists():
             return None
         why = ["not complete, so rotation leaves it alone"]
-        return CheckpointInfo(path, step, num_bytes, str(error), None, why, will_be_removed=False, by_verl=by_verl)
+        return CheckpointInfo(
+            path, step, num_bytes, str(error), None, why, will_be_removed=False, by_verl=by_verl,
+            is_unreadable=isinstance(error, UnreadableError),
+        )  # fmt: skip
     reasons, will_be_removed = plan.reasons.get(path, []), path in plan.remove
     return CheckpointInfo(path, step, num_bytes, None, manifest, reasons, will_be_removed, path in plan.strip, by_verl)
 

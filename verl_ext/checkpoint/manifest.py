@@ -9,6 +9,7 @@ Does not import torch, because the launcher, `health` and the monitor read check
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -49,6 +50,11 @@ MAX_DIGITS = 18
 CHUNK_BYTES = 16 << 20
 _SHARD = re.compile(rf"({'|'.join(KINDS)})_world_size_(\d+)_rank_(\d+)\.pt")
 
+_ERRORS_OF_DAMAGE = {
+    None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL,
+}  # fmt: skip
+"""`errno` of errors that show damage. Others, such as ESTALE on NFS, say nothing about a file's content."""
+
 FileEntry = dict[str, Any]
 """Size (`bytes`) and digest (`xxh3_128`) of a file."""
 
@@ -80,6 +86,15 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
         return []
     found = [path for path in run_dir.iterdir() if path.is_dir() and step_of(path) is not None]
     return sorted(found, key=lambda path: -(step_of(path) or 0))
+
+
+class UnreadableError(ValueError):
+    """A file of a checkpoint cannot be read at the moment, but may be intact."""
+
+
+def _read_error(error: OSError, message: str) -> ValueError:
+    """The exception for a failed read; an `UnreadableError` unless the error shows damage."""
+    return ValueError(message) if error.errno in _ERRORS_OF_DAMAGE else UnreadableError(message)
 
 
 # The manifest
@@ -147,20 +162,23 @@ class Manifest:
         """Read a checkpoint's manifest, or derive it if verl wrote the checkpoint.
 
         Raises:
+            UnreadableError: the files cannot be read at the moment.
             ValueError: the manifest is missing or malformed; the message gives the reason.
         """
         if is_verl_checkpoint(directory):
             try:
                 return _parse({"step": step_of(directory), **_verl_manifest(directory)})
             except OSError as error:
-                raise ValueError(f"its files cannot be read ({error})") from error
+                raise _read_error(error, f"its files cannot be read ({error})") from error
         try:
             return _parse(parse_json((directory / MANIFEST).read_bytes()))
         except FileNotFoundError:
             raise ValueError(f"it has no {MANIFEST}, so it was never completed") from None
         except KeyError as error:
             raise ValueError(f"its {MANIFEST} cannot be read (it lacks {error})") from error
-        except (OSError, ValueError, TypeError, AttributeError, OverflowError) as error:
+        except OSError as error:
+            raise _read_error(error, f"its {MANIFEST} cannot be read ({first_line_of(error)})") from error
+        except (ValueError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"its {MANIFEST} cannot be read ({first_line_of(error)})") from error
 
 
@@ -231,6 +249,7 @@ def read_complete(directory: Path) -> Manifest:
     counts as deferred, so that the next start of the run writes it again.
 
     Raises:
+        UnreadableError: its files cannot be read at the moment.
         ValueError: the checkpoint is not complete; the message gives the reason.
     """
     by_verl = is_verl_checkpoint(directory)
@@ -243,22 +262,23 @@ def read_complete(directory: Path) -> Manifest:
         raise ValueError(f"its manifest belongs to step {manifest.step}")
     if by_verl:
         return manifest
-    problems = {name: problem for name in manifest.files if (problem := _why_not_whole(directory, manifest, name))}
-    for name, problem in problems.items():
+    errors = {name: error for name in manifest.files if (error := _why_not_whole(directory, manifest, name))}
+    for name, error in errors.items():
         if not name.startswith(DERIVED):
-            raise ValueError(problem)
-    is_damaged = bool(manifest.exported_weights) and not problems.keys().isdisjoint(manifest.export_entries)
+            raise error
+    is_damaged = bool(manifest.exported_weights) and not errors.keys().isdisjoint(manifest.export_entries)
     return replace(manifest, deferred=(EXPORT,)) if is_damaged else manifest
 
 
-def _why_not_whole(directory: Path, manifest: Manifest, name: str) -> str | None:
-    """Describe why a file is missing or has the wrong size; None if it is intact."""
+def _why_not_whole(directory: Path, manifest: Manifest, name: str) -> ValueError | None:
+    """The error of a file that is missing, cannot be read or has the wrong size; None if it is intact."""
     try:
         size = (directory / name).stat().st_size
     except OSError as error:
-        return f"its file {name} is missing ({error.strerror})"
+        problem = "is missing" if error.errno in _ERRORS_OF_DAMAGE else "cannot be read"
+        return _read_error(error, f"its file {name} {problem} ({error.strerror})")
     expected = manifest.files[name]["bytes"]
-    return None if size == expected else f"its file {name} has {size} bytes instead of {expected}"
+    return None if size == expected else ValueError(f"its file {name} has {size} bytes instead of {expected}")
 
 
 def complete_checkpoints(run_dir: Path) -> dict[Path, Manifest]:
@@ -300,19 +320,25 @@ def committed_steps(run_dir: Path) -> list[int]:
 # The tracker
 
 
-def read_tracker(run_dir: Path) -> tuple[Path | None, str | None]:
-    """The checkpoint that the tracker names, or a description of what is wrong with the tracker."""
-    path = run_dir / TRACKER
-    if not path.is_file():
-        return None, "is missing"
+def read_tracker(run_dir: Path, *, raise_unreadable: bool = False) -> tuple[Path | None, str | None]:
+    """The checkpoint that the tracker names, or a description of what is wrong with the tracker.
+
+    Args:
+        raise_unreadable: whether to raise an `UnreadableError` instead if the tracker cannot be read at the moment.
+    """
     try:
-        text = path.read_bytes().decode(errors="replace").strip()
+        text = (run_dir / TRACKER).read_bytes().decode(errors="replace").strip()
+        if not text.isascii() or not text.isdigit() or len(text) > MAX_DIGITS:
+            return None, "is empty" if not text else f"holds {text[:40]!r} instead of a step"
+        directory = run_dir / f"global_step_{int(text)}"
+        return (directory, None) if directory.is_dir() else (None, f"names {directory.name}, which does not exist")
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return None, "is missing"
     except OSError as error:
-        return None, f"cannot be read ({error.strerror})"
-    if not text.isascii() or not text.isdigit() or len(text) > MAX_DIGITS:
-        return None, "is empty" if not text else f"holds {text[:40]!r} instead of a step"
-    directory = run_dir / f"global_step_{int(text)}"
-    return (directory, None) if directory.is_dir() else (None, f"names {directory.name}, which does not exist")
+        problem = f"cannot be read ({error.strerror})"
+        if raise_unreadable and error.errno not in _ERRORS_OF_DAMAGE:
+            raise UnreadableError(f"its {TRACKER} {problem}") from error
+        return None, problem
 
 
 def write_tracker(run_dir: Path, step: int) -> None:
@@ -324,7 +350,11 @@ def write_tracker(run_dir: Path, step: int) -> None:
 
 
 def damaged_files(
-    checkpoint: Path, names: Iterable[str] | None = None, progress: Callable[[int], None] = ignore_progress
+    checkpoint: Path,
+    names: Iterable[str] | None = None,
+    progress: Callable[[int], None] = ignore_progress,
+    *,
+    raise_unreadable: bool = False,
 ) -> dict[str, str]:
     """Read files of a checkpoint and find the damaged ones.
 
@@ -335,6 +365,8 @@ def damaged_files(
         checkpoint: a `global_step_N` directory.
         names: relative paths of the files to read; None reads all files in the manifest.
         progress: called with the size of each chunk that was read, in bytes.
+        raise_unreadable: whether to raise an `UnreadableError` for a file that cannot be read at the moment; by
+            default, it counts as damaged.
 
     Returns:
         A description of the damage for each damaged file, by relative path.
@@ -344,14 +376,23 @@ def damaged_files(
     """
     files = Manifest.read(checkpoint).files
     names = list(files if names is None else names)
-    if is_verl_checkpoint(checkpoint):
-        found = {name: _archive_damage(checkpoint / name, progress) for name in names if name.endswith(".pt")}
-    else:
-        found = {
-            name: _damage(checkpoint / name, files[name], progress) if name in files else "is not in the manifest"
-            for name in names
-        }
-    return {name: problem for name, problem in found.items() if problem is not None}
+    by_verl = is_verl_checkpoint(checkpoint)
+    found: dict[str, str] = {}
+    for name in names:
+        try:
+            if by_verl:
+                problem = _archive_damage(checkpoint / name, progress) if name.endswith(".pt") else None
+            elif name in files:
+                problem = _damage(checkpoint / name, files[name], progress)
+            else:
+                problem = "is not in the manifest"
+        except UnreadableError as error:
+            if raise_unreadable:
+                raise UnreadableError(f"its file {name} {error}") from error
+            problem = str(error)
+        if problem is not None:
+            found[name] = problem
+    return found
 
 
 def damaged_export_files(checkpoint: Path) -> dict[str, str]:
@@ -369,8 +410,11 @@ def _damage(path: Path, entry: FileEntry, progress: Callable[[int], None]) -> st
         digest = file_digest(path, progress)
     except FileNotFoundError:
         return "is missing"
-    except OSError as error:  # such as a failing disk
-        return f"cannot be read ({error.strerror})"
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror})"
+        if error.errno in _ERRORS_OF_DAMAGE:
+            return problem
+        raise UnreadableError(problem) from error
     return None if digest == entry.get("xxh3_128") else f"has the digest {digest} instead of {entry.get('xxh3_128')}"
 
 
@@ -384,7 +428,11 @@ def _archive_damage(archive: Path, progress: Callable[[int], None]) -> str | Non
                         progress(len(piece))
     except FileNotFoundError:
         return "is missing"
-    except (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, RuntimeError) as error:
+    except OSError as error:
+        if error.errno in _ERRORS_OF_DAMAGE:
+            return f"is damaged ({error})"
+        raise UnreadableError(f"cannot be read ({error.strerror})") from error
+    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError) as error:
         return f"is damaged ({error})"  # a flipped bit can also indicate compression or encryption
     return None
 
@@ -432,5 +480,19 @@ def _why_verl_incomplete(checkpoint: Path) -> str | None:
             return f"its file {shard_name(kind, world_sizes[0], rank)} is missing"
     if not (checkpoint / DATA_STATE).exists() and len(ranks) < len(KINDS):
         return f"it has no {DATA_STATE}, which verl writes last, so the save was interrupted"
-    cut = next((path.name for path in sorted(checkpoint.glob("*.pt")) if not zipfile.is_zipfile(path)), None)
+    cut = next((path.name for path in sorted(checkpoint.glob("*.pt")) if not _is_archive(path)), None)
     return None if cut is None else f"its file {cut} is truncated"
+
+
+def _is_archive(path: Path) -> bool:
+    """`zipfile.is_zipfile`, but raises errors of opening the file.
+
+    Raises:
+        UnreadableError: the file cannot be read at the moment.
+        ValueError: the file is missing.
+    """
+    try:
+        with path.open("rb") as file:
+            return zipfile.is_zipfile(file)
+    except OSError as error:
+        raise _read_error(error, f"its files cannot be read ({error})") from error

@@ -6,11 +6,13 @@ Importing this module does not import torch, because the launcher looks for the 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
-from functools import cache
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from verl_ext.checkpoint.config import CheckpointConfig
 from verl_ext.checkpoint.manifest import (
@@ -19,6 +21,7 @@ from verl_ext.checkpoint.manifest import (
     KINDS,
     TRACKER,
     Manifest,
+    UnreadableError,
     damaged_files,
     is_verl_checkpoint,
     list_checkpoints,
@@ -29,10 +32,13 @@ from verl_ext.checkpoint.manifest import (
     write_tracker,
 )
 from verl_ext.console import Warn, print_line, warn
-from verl_ext.errors import UserError
+from verl_ext.errors import TransientError, UserError, first_line_of
 
+T = TypeVar("T")
 CONTENTS = ("model", "optimizer", "extra")
 """Names of the `KINDS` of shards in `load_contents`."""
+PAUSES_S = (1.0, 4.0, 15.0)
+"""Waiting times before a read is repeated after an error that may be transient."""
 
 
 class ResumeConfig(Protocol):
@@ -48,6 +54,35 @@ class ResumeConfig(Protocol):
     def checkpoint(self) -> CheckpointConfig: ...
 
 
+# Errors of the file system that may be transient
+
+
+def retry_reads(function: Callable[[], T]) -> T:
+    """Call a function that reads checkpoints, several times if it raises a `TransientError`."""
+    for pause_s in PAUSES_S:
+        try:
+            return function()
+        except TransientError:
+            time.sleep(pause_s)
+    return function()
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Raise a `TransientError` if the block cannot read a checkpoint or run directory.
+
+    An intact checkpoint must not be skipped: the run would replace all later steps, and rotation would remove it.
+    """
+    try:
+        yield
+    except (UnreadableError, OSError) as error:
+        why = f"it cannot be read ({first_line_of(error)})" if isinstance(error, OSError) else str(error)
+        raise TransientError(
+            f"{path} may be intact, but {why}; start the same command again when the file system answers, or, if the "
+            "file is lost, move this directory away"
+        ) from error
+
+
 # All ranks together
 
 
@@ -55,6 +90,7 @@ def agree_on_checkpoint(config: ResumeConfig, optimizer: str) -> Path | None:
     """Choose the newest undamaged checkpoint, and print verl's message `Found checkpoint: ...`; collective.
 
     Raises:
+        TransientError: a checkpoint that may be intact cannot be read.
         UserError: see `find_checkpoint` and `require_same_optimizer`.
     """
     from verl_ext.distributed import on_rank_zero
@@ -73,7 +109,7 @@ def agree_on_checkpoint(config: ResumeConfig, optimizer: str) -> Path | None:
             damaged=damaged,
         )
 
-    while (path := on_rank_zero(find)) is not None and config.checkpoint.verify:
+    while (path := on_rank_zero(lambda: retry_reads(find))) is not None and config.checkpoint.verify:
         problems = verify_on_all_ranks(path)
         if not problems:
             break
@@ -120,11 +156,18 @@ def verify_on_all_ranks(checkpoint: Path) -> dict[str, str]:
 
     from verl_ext.distributed import gather_results
 
+    def damage(name: str) -> dict[str, str]:
+        with _reading(checkpoint):
+            return damaged_files(checkpoint, [name], raise_unreadable=True)
+
     def own_damaged_files() -> dict[str, str]:
         files = Manifest.read(checkpoint).files
         names = [name for name in files if not name.startswith(DERIVED)]
         names.sort(key=lambda name: -files[name]["bytes"])
-        return damaged_files(checkpoint, names[dist.get_rank() :: dist.get_world_size()])
+        found: dict[str, str] = {}
+        for name in names[dist.get_rank() :: dist.get_world_size()]:
+            found |= retry_reads(partial(damage, name))
+        return found
 
     found = gather_results(own_damaged_files)
     return {name: problem for problems in found for name, problem in problems.items()}
@@ -167,6 +210,7 @@ def find_checkpoint(
         A complete checkpoint, or None to start at step 0.
 
     Raises:
+        TransientError: a checkpoint that may be intact cannot be read.
         UserError: `resume_from_path` is not a complete checkpoint, or no checkpoint of the run is complete.
     """
     if resume_mode == "disable":
@@ -176,7 +220,8 @@ def find_checkpoint(
         if path in damaged:
             return damaged[path]
         try:
-            manifest = read_complete(path)
+            with _reading(path):
+                manifest = read_complete(path)
         except ValueError as error:
             return str(error)
         return _why_no_optimizer(path, manifest) if with_optimizer else None
@@ -205,11 +250,13 @@ def _why_no_optimizer(path: Path, manifest: Manifest) -> str | None:
 
 def _newest_complete(run_dir: Path, warn: Warn, why_not: Callable[[Path], str | None]) -> Path | None:
     """The first checkpoint that can be resumed, in order of preference; see `find_checkpoint`."""
-    candidates = list_checkpoints(run_dir)
-    if not candidates:
-        return None
+    with _reading(run_dir):
+        candidates = list_checkpoints(run_dir)
+        if not candidates:
+            return None
+        preferred = _by_preference(run_dir, candidates, warn)
     problems = []
-    for path in _by_preference(run_dir, candidates, warn):
+    for path in preferred:
         problem = why_not(path)
         if problem is None:
             return path
@@ -223,7 +270,7 @@ def _newest_complete(run_dir: Path, warn: Warn, why_not: Callable[[Path], str | 
 
 def _by_preference(run_dir: Path, candidates: list[Path], warn: Warn) -> list[Path]:
     """Checkpoints completed after the tracker was written, then the tracker's, then the others, newest first."""
-    tracked, tracker_problem = read_tracker(run_dir)
+    tracked, tracker_problem = read_tracker(run_dir, raise_unreadable=True)
     if tracker_problem:
         warn(f"the tracker file {tracker_problem}; looking for the newest complete checkpoint instead")
     if tracked is None:
@@ -238,9 +285,10 @@ def _by_preference(run_dir: Path, candidates: list[Path], warn: Warn) -> list[Pa
 
 
 def _time_of_save(path: Path) -> float:
-    """Time of a checkpoint's save, in seconds since 1970; 0 without a readable manifest."""
+    """Time of a checkpoint's save, in seconds since 1970; 0 if the manifest is damaged."""
     try:
-        return Manifest.read(path).time
+        with _reading(path):
+            return Manifest.read(path).time
     except ValueError:
         return 0.0
 

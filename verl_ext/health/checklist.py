@@ -205,7 +205,7 @@ def checkpoints_are_complete(run: RunDirectory) -> CheckResult | None:
     problems = {path: reason for path in paths if (reason := why_incomplete(path)) is not None}
     wrong = [f"{path.name}: {reason}" for path, reason in problems.items() if path.exists()]  # else rotation removed it
     if wrong:
-        return alarm("; ".join(wrong) + f"; remove incomplete checkpoints, or run {program('checkpoint')} verify")
+        return alarm("; ".join(wrong) + f"; run {program('checkpoint')} verify, and remove incomplete checkpoints")
     exported = [path for path in paths if has_export(path)]
     message = f"{len(paths)} complete, {len(exported)} of them with {EXPORT}/"
     deferred = [each.step for each in run.checkpoints if EXPORT in each.deferred]

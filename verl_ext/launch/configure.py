@@ -20,7 +20,7 @@ from verl_ext.checkpoint.manifest import (
     list_checkpoints,
     step_of,
 )
-from verl_ext.checkpoint.resume import find_checkpoint, require_same_optimizer
+from verl_ext.checkpoint.resume import find_checkpoint, require_same_optimizer, retry_reads
 from verl_ext.commands import program
 from verl_ext.config.compose import override_of
 from verl_ext.config.recipes import default_recipe
@@ -262,16 +262,18 @@ def resume_candidate(config: RunConfig) -> Path | None:
     """Return the checkpoint that the ranks will resume; None to start at step 0. Only the ranks print warnings.
 
     Raises:
-        UserError: see `find_checkpoint` and `require_same_optimizer`.
+        TransientError, UserError: see `find_checkpoint` and `require_same_optimizer`.
     """
     trainer = config.trainer
     with_optimizer = "optimizer" in trainer.checkpoint.load_contents
-    found = find_checkpoint(
-        trainer.run_dir,
-        trainer.resume_mode,
-        trainer.resume_from_path,
-        warn=lambda sentence: None,
-        with_optimizer=with_optimizer,
+    found = retry_reads(
+        lambda: find_checkpoint(
+            trainer.run_dir,
+            trainer.resume_mode,
+            trainer.resume_from_path,
+            warn=lambda sentence: None,
+            with_optimizer=with_optimizer,
+        )
     )
     if found is not None and with_optimizer:
         require_same_optimizer(found, config.optim.class_name)

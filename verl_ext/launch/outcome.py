@@ -127,7 +127,7 @@ def first_failure(failures: Mapping[int, ProcessFailure]) -> Failure:
     first = failures[rank]
     if refused and first.error_file == NO_REPLY:
         return Failure(f"rank {rank} rejected its input; see its message above", first.exitcode)
-    if refused and isinstance(first.message, str):
+    if first.exitcode > 0 and first.error_file != NO_REPLY and isinstance(first.message, str):  # of a `UserError`
         return Failure(first.message, first.exitcode)
     how = f"was killed by {first.signal_name()}" if first.exitcode < 0 else f"failed with exit code {first.exitcode}"
     return Failure(f"rank {rank} (process {first.pid}) {how}", first.exitcode)

@@ -44,7 +44,7 @@ def main() -> None:
             exit_code = run_rank(config)
         except UserError as error:
             report_to_launcher(str(error))
-            exit_code = USER_ERROR_EXIT_CODE
+            exit_code = error.exit_code
         except Exception as error:  # printed within the block, so that it is recorded
             from verl_ext.distributed import lost_connection
 

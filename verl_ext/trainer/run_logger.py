@@ -11,7 +11,7 @@ from verl_ext.config.provenance import config_provenance
 from verl_ext.config.schema import as_dict, to_yaml
 from verl_ext.console import warn
 from verl_ext.distributed import on_rank_zero
-from verl_ext.errors import USER_ERROR_EXIT_CODE, Stop, UserError, one_line
+from verl_ext.errors import Stop, UserError, one_line
 from verl_ext.files import replace_file
 from verl_ext.health.context import REWARDED
 from verl_ext.health.rule import Finding
@@ -169,7 +169,7 @@ class RunLogger:
         if isinstance(error, Stop):
             return "stopped", f"stopped by {error} after step {self.last_step}", error.exit_code
         if isinstance(error, UserError):
-            return "failed", str(error), USER_ERROR_EXIT_CODE
+            return "failed", str(error), error.exit_code
         return "failed", one_line(error), 1
 
 
