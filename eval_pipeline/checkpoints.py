@@ -143,9 +143,13 @@ class CheckpointScanner:
         self._warned: dict[Path, str] = {}
 
     def checkpoints(self) -> list[EvalCheckpoint]:
-        """The checkpoints that can be evaluated now, oldest first."""
-        found = [self._check(*each) for each in exported_checkpoints(self._run_dir, self._warn)]
-        return [checkpoint for checkpoint in reversed(found) if checkpoint is not None]
+        """The checkpoints that can be evaluated now, in the order of their steps."""
+        by_step = sorted(exported_checkpoints(self._run_dir, self._skip), key=lambda each: step_of(each[0]) or 0)
+        found = [self._check(*each) for each in by_step]
+        return [checkpoint for checkpoint in found if checkpoint is not None]
+
+    def _skip(self, path: Path, error: ValueError) -> None:
+        self._warn(path, str(error))
 
     def _check(self, path: Path, is_usable: bool) -> EvalCheckpoint | None:
         if not is_usable:

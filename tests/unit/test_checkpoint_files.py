@@ -16,11 +16,12 @@ import pytest
 from tests.helpers.checkpoints import checkpoint_command, retention
 from verl_ext.checkpoint import manifest, resume
 from verl_ext.checkpoint.config import CheckpointConfig
-from verl_ext.checkpoint.manifest import TRACKER, Manifest, list_checkpoints, why_incomplete
+from verl_ext.checkpoint.manifest import TRACKER, Manifest, exported_checkpoints, list_checkpoints, why_incomplete
 from verl_ext.checkpoint.resume import agree_on_checkpoint, find_checkpoint
 from verl_ext.checkpoint.retention import rotate
 from verl_ext.checkpoint.save import add_metrics, commit_directory, sync_and_digest
 from verl_ext.errors import TransientError, UserError, exit_on_user_error
+from verl_ext.launch.configure import newest_export
 
 
 def commit(run_dir: Path, step: int, world_size: int = 2) -> Path:
@@ -121,6 +122,20 @@ def test_stale_tracker_is_ignored_unless_edited_by_user(tmp_path: Path) -> None:
     assert find(tmp_path) == (older, [])
 
 
+def test_checkpoints_of_abandoned_branch_come_last(tmp_path: Path) -> None:
+    for step in (100, 200, 50, 150):  # after step 200, a restart with resume_mode=disable
+        commit(tmp_path, step)
+        os.utime(tmp_path / TRACKER, (later := time.time() + 5, later))
+    for path in tmp_path.glob("global_step_*"):
+        (path / "huggingface/model.safetensors").touch()
+    assert newest_export(tmp_path, 1).parent.name == "global_step_150"
+    assert [path.name for path, _ in exported_checkpoints(tmp_path)] == [
+        f"global_step_{step}" for step in (150, 100, 50, 200)
+    ]
+    (tmp_path / "global_step_150/model.pt").unlink()
+    assert find(tmp_path)[0] == tmp_path / "global_step_100"
+
+
 @pytest.mark.parametrize(
     ("tracker", "warning"),
     [(None, "is missing"), ("", "is empty"), ("30", "names global_step_30"), ("ten\n", "instead of a step")],
@@ -205,6 +220,9 @@ def test_unreadable_file_is_not_damage(name: str, run_of_two: Path, monkeypatch:
             patch.setattr(Path, function, stale(getattr(Path, function), run_of_two / name))
         with pytest.raises(TransientError, match="cannot be read .*Stale file handle"):
             find(run_of_two)
+        if name != TRACKER:
+            with pytest.raises(TransientError, match="global_step_20 may be intact"):
+                newest_export(run_of_two, 1)
     assert find(run_of_two)[0] == run_of_two / "global_step_20"
 
 

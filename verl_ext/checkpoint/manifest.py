@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import zipfile
@@ -291,22 +292,22 @@ def complete_checkpoints(run_dir: Path) -> dict[Path, Manifest]:
 
 
 def exported_checkpoints(
-    run_dir: Path, skip: Callable[[Path, str], None] = lambda path, problem: None
+    run_dir: Path, skip: Callable[[Path, ValueError], None] = lambda path, error: None
 ) -> Iterator[tuple[Path, bool]]:
-    """The complete checkpoints of a run that have an export or owe one, newest first.
+    """The complete checkpoints of a run that have an export or owe one, in the order of `newest_first`.
 
     Args:
-        skip: called with each incomplete checkpoint and the reason.
+        skip: called with each incomplete checkpoint and the error of `read_complete`.
 
     Yields:
         The checkpoint, and whether its export can be used. Otherwise, the export is damaged or the save skipped it, so
         that the next start of the run writes it.
     """
-    for path in list_checkpoints(run_dir):
+    for path in newest_first(run_dir, list_checkpoints(run_dir)):
         try:
             manifest = read_complete(path)
         except ValueError as error:
-            skip(path, str(error))
+            skip(path, error)
             continue
         if EXPORT in manifest.deferred or has_export(path):
             yield path, EXPORT not in manifest.deferred
@@ -344,6 +345,34 @@ def read_tracker(run_dir: Path, *, raise_unreadable: bool = False) -> tuple[Path
 def write_tracker(run_dir: Path, step: int) -> None:
     """Write a step to the tracker, as the plain integer that verl's own tools read."""
     replace_file(run_dir / TRACKER, [str(step)])
+
+
+def newest_first(run_dir: Path, checkpoints: Iterable[Path]) -> list[Path]:
+    """Sort checkpoints of a run, newest first, with those that the run has abandoned last.
+
+    A restart with `resume_mode=disable`, or a tracker that was set back by hand, abandons the later checkpoints. Later
+    checkpoints that are newer than the tracker are not abandoned: a crash between the rename of a checkpoint and the
+    update of the tracker leaves an older tracker.
+    """
+    ordered = sorted(checkpoints, key=lambda path: -(step_of(path) or 0))
+    tracked, _ = read_tracker(run_dir)
+    if tracked is None:
+        return ordered
+    step, written = step_of(tracked) or 0, (run_dir / TRACKER).stat().st_mtime
+    return sorted(ordered, key=lambda path: (step_of(path) or 0) > step and _time_of_save(path) <= written)
+
+
+def _time_of_save(path: Path) -> float:
+    """Time of a checkpoint's save, in seconds since 1970; 0 if the manifest is damaged.
+
+    It is infinite if the manifest cannot be read at the moment, so that the caller finds this out first.
+    """
+    try:
+        return Manifest.read(path).time
+    except UnreadableError:
+        return math.inf
+    except ValueError:
+        return 0.0
 
 
 # Damage

@@ -19,12 +19,12 @@ from verl_ext.checkpoint.manifest import (
     DERIVED,
     DROPPED_OPTIMIZER,
     KINDS,
-    TRACKER,
     Manifest,
     UnreadableError,
     damaged_files,
     is_verl_checkpoint,
     list_checkpoints,
+    newest_first,
     read_complete,
     read_tracker,
     step_of,
@@ -269,28 +269,14 @@ def _newest_complete(run_dir: Path, warn: Warn, why_not: Callable[[Path], str | 
 
 
 def _by_preference(run_dir: Path, candidates: list[Path], warn: Warn) -> list[Path]:
-    """Checkpoints completed after the tracker was written, then the tracker's, then the others, newest first."""
+    """The candidates in the order of `newest_first`; warns about a wrong tracker."""
     tracked, tracker_problem = read_tracker(run_dir, raise_unreadable=True)
+    ordered = newest_first(run_dir, candidates)
     if tracker_problem:
         warn(f"the tracker file {tracker_problem}; looking for the newest complete checkpoint instead")
-    if tracked is None:
-        return candidates
-    # A crash between the rename of a checkpoint and the update of the tracker leaves an older tracker. A tracker that
-    # was edited by hand or written by a later run in the same directory is newer than every checkpoint.
-    written = (run_dir / TRACKER).stat().st_mtime
-    later = [p for p in candidates if (step_of(p) or 0) > (step_of(tracked) or 0) and _time_of_save(p) > written]
-    if later and why_incomplete(later[0]) is None:
-        warn(f"the tracker names {tracked.name}, but {later[0].name} was completed later; resuming from that")
-    return [*later, tracked, *(path for path in candidates if path != tracked and path not in later)]
-
-
-def _time_of_save(path: Path) -> float:
-    """Time of a checkpoint's save, in seconds since 1970; 0 if the manifest is damaged."""
-    try:
-        with _reading(path):
-            return Manifest.read(path).time
-    except ValueError:
-        return 0.0
+    elif tracked is not None and ordered[0] != tracked and why_incomplete(ordered[0]) is None:
+        warn(f"the tracker names {tracked.name}, but {ordered[0].name} was completed later; resuming from that")
+    return ordered
 
 
 # The contents

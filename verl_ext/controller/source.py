@@ -90,8 +90,8 @@ def _newest_exported(run_dir: Path) -> Path | None:
     """The newest complete checkpoint of a run with an export; warns if a newer one is skipped as incomplete."""
     problems: list[str] = []
 
-    def skip(checkpoint: Path, problem: str) -> None:
-        problems.append(f"{checkpoint.name} is not complete: {problem}")
+    def skip(checkpoint: Path, error: ValueError) -> None:
+        problems.append(f"{checkpoint.name} is not complete: {error}")
 
     for checkpoint, is_usable in exported_checkpoints(run_dir, skip):
         if is_usable:

@@ -13,11 +13,13 @@ from pathlib import Path
 from verl_ext.checkpoint.manifest import (
     BEST,
     EXPORT,
+    UnreadableError,
     complete_checkpoints,
     exported_checkpoints,
     has_export,
     is_verl_checkpoint,
     list_checkpoints,
+    newest_first,
     step_of,
 )
 from verl_ext.checkpoint.resume import find_checkpoint, require_same_optimizer, retry_reads
@@ -28,7 +30,7 @@ from verl_ext.config.run_config import read_config_file, refuse_interpolations
 from verl_ext.config.schema import as_dict, set_at, value_at, without_effect
 from verl_ext.console import print_line, warn
 from verl_ext.data.config import ChatDataConfig, PromptDataConfig, file_list
-from verl_ext.errors import UserError, first_line_of
+from verl_ext.errors import TransientError, UserError, first_line_of
 from verl_ext.files import parse_json
 from verl_ext.metrics.run_record import RunRecord
 from verl_ext.model_files import is_hub_name
@@ -364,19 +366,28 @@ def newest_export(run_dir: Path, num_ranks: int) -> Path:
     """Return the export of the newest complete checkpoint of an SFT run that has one.
 
     Raises:
+        TransientError: a newer checkpoint that may be intact cannot be read.
         UserError: there is none; the message gives the command that creates it, on `num_ranks` ranks.
     """
-    for checkpoint, is_usable in exported_checkpoints(run_dir):
+
+    def refuse_unreadable(checkpoint: Path, error: ValueError) -> None:
+        if isinstance(error, UnreadableError):  # an older export would replace it for the whole run
+            raise TransientError(
+                f"{checkpoint} may be intact, but {error}; start the same command again when the file system answers, "
+                f"or choose a checkpoint with model.partial_pretrain={run_dir}/global_step_N/{EXPORT}"
+            )
+
+    for checkpoint, is_usable in exported_checkpoints(run_dir, refuse_unreadable):
         if not is_usable:
             raise UserError(
                 f"{checkpoint} has no complete {EXPORT}/, because its run was stopped or a file is damaged; write it "
                 f"with `{program('checkpoint')} export {shlex.quote(str(checkpoint))}`, or finish the run"
             )
         return checkpoint / EXPORT
-    if complete := complete_checkpoints(run_dir):
+    if complete := newest_first(run_dir, complete_checkpoints(run_dir)):
         raise UserError(
             f"no checkpoint of model.sft_run={run_dir} has model weights in {EXPORT}/; write them with "
-            f"`{program('checkpoint')} export {shlex.quote(str(next(iter(complete))))}`, or set model.partial_pretrain"
+            f"`{program('checkpoint')} export {shlex.quote(str(complete[0]))}`, or set model.partial_pretrain"
         )
     command = sft_command(run_dir, num_ranks)
     train_it = "specify the run directory of an SFT run" if command is None else f"train it first with `{command}`"
