@@ -88,6 +88,17 @@ def test_newest_checkpoint_counts_as_best(tmp_path: Path) -> None:
     assert kept(tmp_path) == [3]
 
 
+def test_best_of_abandoned_branch_does_not_replace_best_of_run(tmp_path: Path) -> None:
+    save(tmp_path, 200, val=0.5)  # before a restart with resume_mode=disable
+    save(tmp_path, 50)
+    rotate(tmp_path, *retention(1, keep_best=1), 50, pytest.fail)
+    assert kept(tmp_path) == [50, 200]  # the run itself has no validation yet
+    for step, loss in ((100, 0.6), (150, 0.9)):
+        save(tmp_path, step, val=loss)
+        rotate(tmp_path, *retention(1, keep_best=1), step, pytest.fail)
+    assert kept(tmp_path) == [100, 150]
+
+
 def test_retention_is_read_from_configuration_and_validated(tmp_path: Path) -> None:
     assert read_retention(tmp_path) == retention(None)
     section = CheckpointConfig(keep_best=2, best_metric="eval/x", best_mode="max", drop_optimizer_of_best=True)

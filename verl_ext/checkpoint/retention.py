@@ -61,7 +61,7 @@ def reasons_to_keep(
         max_to_keep: number of newest checkpoints to keep; None keeps all.
         config: defines the best checkpoints to keep.
         step: the run's step. Checkpoints of later steps belong to an earlier run in the same directory, before a
-            restart with `resume_mode=disable`; they count as older than all others.
+            restart with `resume_mode=disable`; they count as older and worse than all others.
     """
     found = complete_checkpoints(run_dir)
     # the sort is stable, so both groups stay in order, newest first
@@ -72,7 +72,7 @@ def reasons_to_keep(
     rules: list[tuple[str, Collection[Path]]] = [
         ("max_ckpt_to_keep is null" if max_to_keep is None else _one_of(max_to_keep, "newest"), own[:max_to_keep]),
         ("verl itself wrote it", by_verl),
-        (_best_reason(config), _best(checkpoints, config)),
+        (_best_reason(config), _best(checkpoints, config, step)),
         (f"selected in {BEST}", () if chosen is None else (chosen,)),
         (f"{BEST} {problem}", checkpoints if problem else ()),  # it may name any checkpoint
     ]
@@ -112,12 +112,12 @@ def finite_metric(manifest: Manifest, name: str) -> float | None:
     return value if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def _best(checkpoints: dict[Path, Manifest], config: CheckpointConfig) -> list[Path]:
-    """The `keep_best` best checkpoints; the newer one wins a tie."""
+def _best(checkpoints: dict[Path, Manifest], config: CheckpointConfig, step: int) -> list[Path]:
+    """The `keep_best` best checkpoints; the newer one wins a tie, and those of an earlier run come last."""
     values = {path: finite_metric(manifest, config.best_metric) for path, manifest in checkpoints.items()}
     measured = {path: value for path, value in values.items() if value is not None}
     sign = 1 if config.best_mode == "min" else -1
-    return sorted(measured, key=lambda path: sign * measured[path])[: config.keep_best]
+    return sorted(measured, key=lambda path: ((step_of(path) or 0) > step, sign * measured[path]))[: config.keep_best]
 
 
 def _best_reason(config: CheckpointConfig) -> str:
