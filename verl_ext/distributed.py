@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
@@ -20,6 +23,8 @@ from verl_ext.errors import TransientError, UserError
 T = TypeVar("T")
 COLLECTIVE_TIMEOUT = timedelta(hours=2)
 """Long enough for a rank to write a large export to a slow disk while the others wait at the barrier."""
+NODE_CHECK_PAUSES_S = (1.0, 4.0, 15.0, 30.0)
+"""Waiting times until a file of another node must be visible; NFS caches a directory for up to 60 s by default."""
 
 
 # Functions on some or all ranks
@@ -74,6 +79,46 @@ def on_rank_zero(function: Callable[[], T], group: ProcessGroup | None = None) -
     """Run `function` on rank 0 and return its result on every rank; its failure is raised on every rank."""
     is_zero = dist.get_rank(group) == 0
     return cast("T", gather_results(lambda: function() if is_zero else None, group)[0])
+
+
+def require_shared_directory(directory: Path) -> None:
+    """Refuse a directory that is not the same on all nodes; collective.
+
+    Rank 0 creates an empty file, and the first rank of each node looks for it.
+
+    Args:
+        directory: the run directory; its path may differ between nodes.
+
+    Raises:
+        UserError: a node has another directory, or rank 0 cannot write it.
+    """
+    path = directory / on_rank_zero(lambda: _create_node_check(directory))
+    try:
+        gather_results(lambda: _require_node_check(path) if os.environ.get("LOCAL_RANK", "0") == "0" else None)
+    finally:
+        if dist.get_rank() == 0:
+            path.unlink(missing_ok=True)
+
+
+def _create_node_check(directory: Path) -> str:
+    path = directory / f"node_check.{secrets.token_hex(8)}.tmp"  # `rotate` removes it if this process is killed
+    try:
+        path.touch(exist_ok=False)
+    except OSError as error:
+        raise UserError(f"the run directory {directory.absolute()} cannot be written ({error.strerror})") from error
+    return path.name
+
+
+def _require_node_check(path: Path) -> None:
+    for pause_s in (*NODE_CHECK_PAUSES_S, None):
+        if path.name in os.listdir(path.parent):
+            return
+        if pause_s is not None:
+            time.sleep(pause_s)  # NFS caches directories
+    raise UserError(
+        f"the run directory {path.parent.absolute()} is not the same on node {os.environ.get('GROUP_RANK', '?')} as on "
+        "the first node; put it on a file system that all nodes share (trainer.default_local_dir)"
+    )
 
 
 def is_failure_of_peer(error: Exception) -> bool:

@@ -120,7 +120,13 @@ def test_prune_follows_configuration_and_options(run_dir: Path) -> None:
 
 
 OF_EVALUATION = ("eval/eval_step_40/metrics.json.tmp", "eval/eval_step_40/verdicts/a.jsonl.tmp")
-REPLACED = ("best_model.pt.tmp", "checkpoint_epoch_12.pt.tmp", "latency_model.json.tmp", *OF_EVALUATION)
+REPLACED = (
+    "node_check.0a1b.tmp",
+    "best_model.pt.tmp",
+    "checkpoint_epoch_12.pt.tmp",
+    "latency_model.json.tmp",
+    *OF_EVALUATION,
+)
 
 
 def test_prune_removes_leftovers_of_interrupted_saves(run_dir: Path) -> None:

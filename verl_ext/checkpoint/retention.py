@@ -39,6 +39,7 @@ REMOVING = ".removing"
 REPLACED = re.compile(
     rf"(run\.json|config\.yaml|{re.escape(BEST)}|{re.escape(TRACKER)}|{re.escape(MANIFEST)}|lease\..+\.json"
     rf"|(training|validation)_history\.csv|wandb_run_id\.txt|latency_model\.json"
+    rf"|node_check\.[0-9a-f]+"
     rf"|(best_model|checkpoint_epoch_\d+)\.pt)"
     rf"{re.escape(TEMPORARY)}"
 )

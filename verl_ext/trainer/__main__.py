@@ -120,6 +120,7 @@ def run_rank(config: RunConfig) -> int:
             local_world_size,
             on_every_rank,
             on_rank_zero,
+            require_shared_directory,
         )
         from verl_ext.trainer.device import prepare_device
         from verl_ext.trainer.tokenizer import load_tokenizer
@@ -134,6 +135,8 @@ def run_rank(config: RunConfig) -> int:
     # Dropout differs between ranks, but not between ranks that share a sequence.
     set_seed(config.trainer.seed + dist.get_rank() // config.sequence_parallel_size)
     startup.mark("process_group")
+    if config.trainer.nnodes > 1:
+        require_shared_directory(config.trainer.run_dir)
     tokenizer = on_every_rank(lambda: load_tokenizer(config))
     startup.mark("tokenizer")
     each_rank = local_rank_zero_first if stage.caches_tokens else on_every_rank
