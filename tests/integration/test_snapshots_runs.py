@@ -168,7 +168,7 @@ def test_grpo_run_has_recorded_names(grpo_run: GRPORun) -> None:
     }
     check_record(grpo_run, "grpo")
     check_config(grpo_run, "grpo")
-    check_checkpoint(grpo_run.run_dir / "global_step_4", 2, further=("reference_digest",))
+    check_checkpoint(grpo_run.run_dir / "global_step_4", 2, further=("reference_digest", "reference_adapter_digest"))
     check_pickled_names(grpo_run)
     assert keys_of(json_rows(grpo_run.run_dir / "events.jsonl")) == EVENT_KEYS
     samples = keys_of(json_rows(grpo_run.run_dir / "samples.jsonl"))

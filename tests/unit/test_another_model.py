@@ -66,7 +66,8 @@ def test_rejects_another_reference_model(quickstart: Path, tmp_path: Path) -> No
     model = Path(shutil.copytree(quickstart / "model", tmp_path / "model"))
 
     def trainer(saved: str) -> Any:
-        settings = SimpleNamespace(model=SimpleNamespace(partial_pretrain=str(model), use_shm=False))
+        keys = {"partial_pretrain": str(model), "lora_adapter_path": None, "use_shm": False}
+        settings = SimpleNamespace(model=SimpleNamespace(**keys))
         return SimpleNamespace(config=settings, saved_reference_digest=saved, reference_digest="")
 
     first = trainer("")
@@ -79,6 +80,30 @@ def test_rejects_another_reference_model(quickstart: Path, tmp_path: Path) -> No
     weights.write_bytes(content)
     with pytest.raises(UserError, match="moved differs from the reference model .* so far; restore the original"):
         GRPOTrainer.require_same_reference(trainer(first.reference_digest))
+
+
+def test_rejects_other_adapters_of_reference_model(quickstart: Path, tmp_path: Path) -> None:
+    adapters = tmp_path / "adapters"
+    adapters.mkdir()
+    (adapters / "adapter_config.json").write_text("{}")
+    (adapters / "adapter_model.safetensors").write_text("first")
+    keys = {"partial_pretrain": str(quickstart / "model"), "lora_adapter_path": str(adapters), "use_shm": False}
+
+    def trainer(**saved: str) -> Any:
+        trainer = GRPOTrainer.__new__(GRPOTrainer)
+        trainer.config = SimpleNamespace(model=SimpleNamespace(**keys))
+        for name, digest in saved.items():
+            setattr(trainer, f"saved_{name}", digest)
+        return trainer
+
+    first = trainer()
+    first.require_same_reference()
+    saved = {name: getattr(first, name) for name in ("reference_digest", "reference_adapter_digest")}
+    trainer(**saved).require_same_reference()
+    (adapters / "adapter_model.safetensors").write_text("other")
+    with pytest.raises(UserError, match="lora_adapter_path=.*/adapters differs from the reference model"):
+        trainer(**saved).require_same_reference()
+    trainer(reference_digest=saved["reference_digest"]).require_same_reference()  # saved by an earlier version
 
 
 def test_checkpoint_of_sft_has_no_reference_model(monkeypatch: pytest.MonkeyPatch) -> None:

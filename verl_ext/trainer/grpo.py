@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -38,7 +38,7 @@ from verl_ext.processes import quiet_stdout
 from verl_ext.trainer.device import autocast, peak_memory
 from verl_ext.trainer.fsdp import FSDPReshardPolicy
 from verl_ext.trainer.fused_cross_entropy import TokenLoss
-from verl_ext.trainer.model import build_model, disable_dropout, generation_config_of, local_model_path
+from verl_ext.trainer.model import build_model, disable_dropout, generation_config_of, local_model_path, local_path
 from verl_ext.trainer.packed_attention import attend_within_samples, enable_packing
 from verl_ext.trainer.stages import GRPOConfig, RewardStageConfig
 from verl_ext.trainer.trainer import Metrics, PipelineTrainer
@@ -260,6 +260,8 @@ class GRPOTrainer(RewardTrainer):
     policy: TokenPolicy
     reference_digest = saved_reference_digest = ""
     """Identifies the model of a KL term, now and in the checkpoint to resume from; empty without one."""
+    reference_adapter_digest = saved_reference_adapter_digest = ""
+    """The same for the LoRA adapters of that model."""
 
     def build_model(self) -> PreTrainedModel:
         """Disable dropout, whose noise would change the ratios."""
@@ -356,26 +358,38 @@ class GRPOTrainer(RewardTrainer):
         return lambda: nullcontext(frozen)
 
     def require_same_reference(self) -> None:
-        """Refuse to resume with another reference; records a digest of its files in checkpoints; collective.
+        """Refuse to resume with another reference; records digests of its files in checkpoints; collective.
 
         Raises:
-            UserError: the files of `model.partial_pretrain` differ from those of the run's first start.
+            UserError: the files of `model.partial_pretrain` or `model.lora_adapter_path` differ from those of the run's
+                first start.
         """
-        path = Path(local_model_path(self.config))
-        files = [path / "config.json", *sorted(path.glob("*.safetensors"))]
-        self.reference_digest = on_rank_zero(lambda: sampled_digest(files) if files[0].is_file() else "")
-        if self.saved_reference_digest and self.reference_digest not in ("", self.saved_reference_digest):
-            raise UserError(
-                f"model.partial_pretrain={self.config.model.partial_pretrain} differs from the reference model that "
-                "this run has used so far; restore the original model, or set another trainer.experiment_name"
-            )
+        model, path = self.config.model, Path(local_model_path(self.config))
+        self.reference_digest = _digest_of_model(path / "config.json", path.glob("*.safetensors"))
+        _require_same_digest(
+            f"model.partial_pretrain={model.partial_pretrain}", self.saved_reference_digest, self.reference_digest
+        )
+        if model.lora_adapter_path is None:
+            return
+        path = Path(local_path(model.lora_adapter_path, model.use_shm))
+        self.reference_adapter_digest = _digest_of_model(path / "adapter_config.json", path.glob("adapter_model.*"))
+        _require_same_digest(
+            f"model.lora_adapter_path={model.lora_adapter_path}",
+            self.saved_reference_adapter_digest,
+            self.reference_adapter_digest,
+        )
 
     def data_state(self) -> dict[str, Any]:
-        return {**super().data_state(), "reference_digest": self.reference_digest}
+        digests = {
+            "reference_digest": self.reference_digest,
+            "reference_adapter_digest": self.reference_adapter_digest,
+        }
+        return {**super().data_state(), **digests}
 
     def load_data_state(self, state: dict[str, Any]) -> None:
         super().load_data_state(state)
         self.saved_reference_digest = state.get("reference_digest", "")  # missing: a checkpoint of SFT or of verl
+        self.saved_reference_adapter_digest = state.get("reference_adapter_digest", "")
 
     def before_update(self, trajectories: Sequence[Trajectory]) -> None:
         """Write the tokens of the samples that `log_samples` writes."""
@@ -393,6 +407,20 @@ class GRPOTrainer(RewardTrainer):
     @property
     def max_decisions(self) -> int:
         return self.config.data.max_response_length
+
+
+def _digest_of_model(config: Path, weights: Iterable[Path]) -> str:
+    """Digest of the files of a model or of adapters; empty for a Hub name, which has none here; collective."""
+    files = [config, *sorted(weights)]
+    return on_rank_zero(lambda: sampled_digest(files) if config.is_file() else "")
+
+
+def _require_same_digest(key: str, saved: str, own: str) -> None:
+    if saved and own not in ("", saved):
+        raise UserError(
+            f"{key} differs from the reference model that this run has used so far; restore the original model, or set "
+            "another trainer.experiment_name"
+        )
 
 
 @contextmanager
