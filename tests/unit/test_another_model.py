@@ -37,12 +37,14 @@ def test_rejects_another_scaling_of_adapters(quickstart: Path, tmp_path: Path) -
         make_trainer(small_config(quickstart, tmp_path, "model.lora_rank=4", "model.lora_alpha=32"))
 
 
-def test_rejects_weights_of_lower_precision(quickstart: Path, tmp_path: Path) -> None:
+def test_rejects_weights_of_precision_that_loses_values(quickstart: Path, tmp_path: Path) -> None:
     save(quickstart, tmp_path / "fp32")
     with pytest.raises(UserError, match=r"in torch\.float32, but .* torch\.bfloat16.*; restore model\.fsdp_config"):
         make_trainer(small_config(quickstart, tmp_path / "fp32", "model.fsdp_config.model_dtype=bf16"))
     save(quickstart, tmp_path / "bf16", "model.fsdp_config.model_dtype=bf16")
     assert make_trainer(small_config(quickstart, tmp_path / "bf16")).global_step == 1
+    with pytest.raises(UserError, match=r"in torch\.bfloat16, but .* torch\.float16.*; restore model\.fsdp_config"):
+        make_trainer(small_config(quickstart, tmp_path / "bf16", "model.fsdp_config.model_dtype=fp16"))
 
 
 def test_rejects_another_architecture(quickstart: Path, tmp_path: Path) -> None:

@@ -84,10 +84,10 @@ def load_model(model: torch.nn.Module, checkpoint: Path) -> None:
         saved = files.tensor(name)
         if saved.shape != tensor.shape:
             raise another_model(checkpoint, name, tuple(saved.shape), tuple(tensor.shape))
-        if saved.dtype.itemsize > tensor.dtype.itemsize:
+        if torch.promote_types(saved.dtype, tensor.dtype) != tensor.dtype:
             raise UserError(
-                f"{checkpoint} holds {name} in {saved.dtype}, but this run's weights are {tensor.dtype}, which would "
-                "round them; restore model.fsdp_config.model_dtype"
+                f"{checkpoint} holds {name} in {saved.dtype}, but this run's weights are {tensor.dtype}, which cannot "
+                "represent all of its values; restore model.fsdp_config.model_dtype"
             )
         saved.copy_rows(*local_rows(tensor), to_local(tensor))
 
