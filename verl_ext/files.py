@@ -325,6 +325,43 @@ def file_lock(path: Path, *, wait: bool = True) -> Iterator[bool]:
 
 
 @contextmanager
+def temporary_lock(path: Path, on_wait: Callable[[], None]) -> Iterator[bool]:
+    """Hold the lock of a file that is removed at the end; a killed holder leaves an empty file without a lock.
+
+    Args:
+        on_wait: called if another process holds the lock, before waiting for it; may raise instead.
+
+    Yields:
+        Whether this is certainly the only holder; False if the file system does not support locks, see `lock_file`.
+
+    Raises:
+        OSError: the file cannot be created.
+    """
+    while True:
+        with open(path, "a", encoding="utf-8") as file:
+            locked = lock_file(file, wait=False)
+            if locked is False:
+                on_wait()
+                locked = lock_file(file, wait=True)
+            if locked and not _is_at(file, path):  # the previous holder removed it; others lock the file there now
+                continue
+            try:
+                yield locked is True
+            finally:
+                with suppress(OSError):  # the file is harmless
+                    path.unlink()
+            return
+
+
+def _is_at(file: TextIO, path: Path) -> bool:
+    """Whether a path still names an open file."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+@contextmanager
 def hold_run_lock(run_dir: Path, remedy: str = "wait for it, or stop it") -> Iterator[bool]:
     """Hold `run.lock` of a run directory; the file names the current holder.
 

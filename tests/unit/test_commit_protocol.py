@@ -7,16 +7,20 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.helpers.checkpoints import OPTIMIZER, retention, save
 from tests.helpers.trainer import make_trainer, small_config
-from verl_ext.checkpoint.manifest import MODEL, TRACKER, Manifest, shard_name, why_incomplete
-from verl_ext.checkpoint.rebuild import rebuild_export
+from verl_ext.checkpoint import rebuild
+from verl_ext.checkpoint.config import ExportConfig
+from verl_ext.checkpoint.manifest import MODEL, TRACKER, Manifest, damaged_files, shard_name, why_incomplete
+from verl_ext.checkpoint.rebuild import rebuild_export, write_deferred_export
 from verl_ext.checkpoint.retention import rotate
 from verl_ext.checkpoint.save import FileWriter, commit_directory, sync_and_digest, write_manifest
 from verl_ext.errors import UserError
@@ -151,14 +155,20 @@ def test_manifest_drops_optimizer_before_files_are_deleted(tmp_path: Path, monke
     assert Manifest.read(best).dropped == ("optimizer",) and why_incomplete(best) is None
 
 
-def test_crash_during_export_leaves_checkpoint_without_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint = tmp_path / "global_step_1"
+def checkpoint_to_export(run_dir: Path) -> Path:
+    """Create a checkpoint of one tensor whose export has been deferred."""
+    checkpoint = run_dir / "global_step_1"
     (checkpoint / "huggingface").mkdir(parents=True)
     (checkpoint / "huggingface/config.json").write_text("{}")
     torch.save({"w": torch.zeros(3)}, checkpoint / shard_name(MODEL, 1, 0))
     names = ["huggingface/config.json", shard_name(MODEL, 1, 0)]
-    manifest = Manifest(1, 1, "", {name: sync_and_digest(checkpoint / name) for name in names})
-    write_manifest(checkpoint, manifest)
+    files = {name: sync_and_digest(checkpoint / name) for name in names}
+    write_manifest(checkpoint, Manifest(1, 1, "", files, deferred=("huggingface",)))
+    return checkpoint
+
+
+def test_crash_during_export_leaves_checkpoint_without_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = checkpoint_to_export(tmp_path)
     rebuild_export(checkpoint, None, "fp32", 1.0)
     weights = "huggingface/model.safetensors"
     assert weights in Manifest.read(checkpoint).files and why_incomplete(checkpoint) is None
@@ -176,3 +186,61 @@ def test_crash_during_export_leaves_checkpoint_without_export(tmp_path: Path, mo
     assert weights in Manifest.read(checkpoint).files and why_incomplete(checkpoint) is None
     write_manifest(checkpoint, replace(Manifest.read(checkpoint), step=2))
     assert why_incomplete(checkpoint) == "its manifest belongs to step 2"
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+def test_second_export_to_same_directory_is_refused(
+    is_elsewhere: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would delete the files that the first one is writing."""
+    checkpoint = checkpoint_to_export(tmp_path)
+    output = tmp_path / "models/model" if is_elsewhere else None
+    refused: list[str] = []
+
+    def write_during_export(*arguments: Any) -> None:
+        with monkeypatch.context() as patch, pytest.raises(UserError) as caught:
+            patch.setattr(rebuild, "write_weights", Mock(side_effect=AssertionError("both write")))
+            rebuild_export(checkpoint, output, "fp32", 1.0)
+        refused.append(str(caught.value))
+        write_weights(*arguments)
+
+    write_weights = rebuild.write_weights
+    with monkeypatch.context() as patch:
+        patch.setattr(rebuild, "write_weights", write_during_export)
+        target = rebuild_export(checkpoint, output, "fp32", 1.0)
+    assert refused == [f"another process is writing an export to {target}; wait for it, or stop it"]
+    assert load_file(target / "model.safetensors")["w"].tolist() == [0, 0, 0] and not damaged_files(checkpoint)
+    assert not [*target.parent.glob("*.lock"), *target.parent.glob("*.partial")]
+
+
+def test_start_waits_for_running_export_of_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint, is_waiting = checkpoint_to_export(tmp_path), Event()
+    start = Thread(target=write_deferred_export, args=(checkpoint, ExportConfig(), {}))
+
+    def announce(message: str, stream: object) -> None:
+        assert message == "Waiting for another process that is writing global_step_1/huggingface/"
+        is_waiting.set()
+
+    def write_during_start(*arguments: Any) -> None:
+        start.start()
+        assert is_waiting.wait(60)
+        write_weights(*arguments)
+
+    write_weights = rebuild.write_weights
+    monkeypatch.setattr(rebuild, "print_line", announce)  # refuses the announcement of a second export
+    monkeypatch.setattr(rebuild, "write_weights", write_during_start)
+    rebuild_export(checkpoint, None, "fp32", 1.0)
+    start.join()
+    assert Manifest.read(checkpoint).deferred == () and not damaged_files(checkpoint)
+    assert not [*checkpoint.glob("*.lock"), *checkpoint.glob("*.partial")] and not capfd.readouterr().err
+
+
+def test_export_removes_files_of_killed_export(tmp_path: Path) -> None:
+    checkpoint = checkpoint_to_export(tmp_path)
+    for name in ("huggingface.partial", "huggingface.0123abcd.partial"):
+        (checkpoint / name).mkdir()
+    (checkpoint / "huggingface.lock").touch()
+    rebuild_export(checkpoint, None, "fp32", 1.0)
+    assert {path.name for path in checkpoint.iterdir()} == {"huggingface", "manifest.json", shard_name(MODEL, 1, 0)}

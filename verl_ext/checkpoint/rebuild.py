@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
+from secrets import token_hex
 from types import MappingProxyType
 
 import torch
@@ -39,7 +42,7 @@ from verl_ext.checkpoint.shards import ShardFiles
 from verl_ext.commands import typed_command
 from verl_ext.console import print_line, print_summary, progress_bar, typed_path, warn
 from verl_ext.errors import UserError, first_line_of
-from verl_ext.files import ignore_progress, parse_json, replace_file, sync_directory, write_errors
+from verl_ext.files import ignore_progress, parse_json, replace_file, sync_directory, temporary_lock, write_errors
 from verl_ext.model_files import CONTROLLER_TYPE
 from verl_ext.verl_api import PrecisionType
 
@@ -112,6 +115,8 @@ def rebuild_export(
 ) -> Path:
     """Write the Hugging Face model of a checkpoint, and return its directory.
 
+    Only one process at a time may write to a directory, because the export replaces its files.
+
     Args:
         output: a directory that does not exist yet; None writes the weights to the checkpoint's own `huggingface/`.
         dtype: bf16, fp16 or fp32.
@@ -121,18 +126,47 @@ def rebuild_export(
             use those of the checkpoint, and for missing or damaged ones those of another checkpoint of the run.
 
     Raises:
-        UserError: the shards are damaged or incomplete, a small file is missing and no other checkpoint has it, or a
-            file cannot be written.
+        UserError: the shards are damaged or incomplete, a small file is missing and no other checkpoint has it, a file
+            cannot be written, or another process is writing to the directory.
     """
     if output is not None and output.exists():
         raise UserError(f"{output} already exists; specify a new directory")
     target = output or checkpoint / EXPORT
-    partial = target.with_name(f"{target.name}.partial")
-    with write_errors(partial), hold_lease(checkpoint):
+
+    def refuse() -> None:
+        raise UserError(f"another process is writing an export to {target}; wait for it, or stop it")
+
+    with write_errors(target):
+        if output is not None:
+            output.parent.mkdir(parents=True, exist_ok=True)
+        with _export_lock(target, refuse) as has_lock:
+            return _write_export(checkpoint, output, dtype, max_shard_gib, progress, small_files, has_lock=has_lock)
+
+
+def _export_lock(target: Path, on_wait: Callable[[], None]) -> AbstractContextManager[bool]:
+    return temporary_lock(target.with_name(f"{target.name}.lock"), on_wait)
+
+
+def _write_export(
+    checkpoint: Path,
+    output: Path | None,
+    dtype: str,
+    max_shard_gib: float,
+    progress: Progress,
+    small_files: Mapping[str, bytes],
+    *,
+    has_lock: bool,
+) -> Path:
+    """See `rebuild_export`; `has_lock` is the value of the lock, which the caller holds."""
+    target = output or checkpoint / EXPORT
+    # a unique name, because not all file systems have locks
+    partial = target.with_name(f"{target.name}.{token_hex(4)}.partial")
+    with hold_lease(checkpoint):
         require_undamaged_shards(checkpoint, progress)
-        shutil.rmtree(partial, ignore_errors=True)
+        if has_lock:
+            _remove_leftovers(target)
         try:
-            partial.mkdir(parents=True)
+            partial.mkdir()
             for name, content in (small_files or _small_files_of_siblings(checkpoint)).items():
                 (partial / name).parent.mkdir(parents=True, exist_ok=True)
                 (partial / name).write_bytes(content)
@@ -154,22 +188,40 @@ def write_deferred_export(checkpoint: Path, config: ExportConfig, small_files: M
     Args:
         small_files: see `rebuild_export`; used for a damaged export, because a skipped one has those of its save.
     """
-    manifest = read_complete(checkpoint)
-    if EXPORT not in manifest.deferred:
+    if EXPORT not in read_complete(checkpoint).deferred:
         return
-    why = "is damaged" if manifest.has_damaged_export else "the last save skipped"
-    has_own = not manifest.has_damaged_export and (checkpoint / EXPORT / "config.json").is_file()
-    print_line(f"Writing {checkpoint.name}/{EXPORT}/, which {why}", sys.__stdout__)
+    name, target = f"{checkpoint.name}/{EXPORT}/", checkpoint / EXPORT
+
+    def announce_wait() -> None:
+        print_line(f"Waiting for another process that is writing {name}", sys.__stdout__)
+
     try:
-        rebuild_export(
-            checkpoint,
-            None,
-            export_dtype_of(checkpoint),
-            config.max_shard_gib,
-            small_files={} if has_own else small_files,
-        )
+        with write_errors(target), _export_lock(target, announce_wait) as has_lock:
+            manifest = read_complete(checkpoint)
+            if EXPORT not in manifest.deferred:  # the other process has written it
+                return
+            why = "is damaged" if manifest.has_damaged_export else "the last save skipped"
+            has_own = not manifest.has_damaged_export and (target / "config.json").is_file()
+            print_line(f"Writing {name}, which {why}", sys.__stdout__)
+            _write_export(
+                checkpoint,
+                None,
+                export_dtype_of(checkpoint),
+                config.max_shard_gib,
+                ignore_progress,
+                {} if has_own else small_files,
+                has_lock=has_lock,
+            )
     except UserError as error:
         warn(f"{checkpoint.name} has no export yet: {error}")
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Remove what killed processes left of their exports to `target`, under its lock."""
+    leftover = re.compile(rf"{re.escape(target.name)}(\.[0-9a-f]{{8}})?\.partial")
+    for path in target.parent.iterdir():
+        if leftover.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _small_files_of_siblings(checkpoint: Path) -> dict[str, bytes]:
