@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
@@ -19,6 +20,7 @@ from tests.helpers.checkpoints import OPTIMIZER, retention, save
 from tests.helpers.trainer import make_trainer, small_config
 from verl_ext.checkpoint import rebuild
 from verl_ext.checkpoint.config import ExportConfig
+from verl_ext.checkpoint.lease import hold_lease
 from verl_ext.checkpoint.manifest import MODEL, TRACKER, Manifest, damaged_files, shard_name, why_incomplete
 from verl_ext.checkpoint.rebuild import rebuild_export, write_deferred_export
 from verl_ext.checkpoint.retention import rotate
@@ -235,6 +237,30 @@ def test_start_waits_for_running_export_of_its_checkpoint(
     start.join()
     assert Manifest.read(checkpoint).deferred == () and not damaged_files(checkpoint)
     assert not [*checkpoint.glob("*.lock"), *checkpoint.glob("*.partial")] and not capfd.readouterr().err
+
+
+def test_export_that_others_read_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = checkpoint_to_export(tmp_path)
+    with hold_lease(checkpoint):  # on the shards
+        rebuild_export(checkpoint, None, "fp32", 1.0)
+    before = (checkpoint / "huggingface/model.safetensors").read_bytes()
+    refusal = f"being read by process {os.getpid()} on .* --output DIR"
+    with hold_lease(checkpoint):
+        with pytest.raises(UserError, match=refusal):
+            rebuild_export(checkpoint, None, "bf16", 1.0)
+        rebuild_export(checkpoint, tmp_path / "model", "bf16", 1.0)
+    write_weights, reader = rebuild.write_weights, ExitStack()
+    with reader, monkeypatch.context() as patch, pytest.raises(UserError, match=refusal):
+
+        def read_during_export(*arguments: Any) -> None:
+            write_weights(*arguments)
+            reader.enter_context(hold_lease(checkpoint))
+
+        patch.setattr(rebuild, "write_weights", read_during_export)
+        rebuild_export(checkpoint, None, "bf16", 1.0)
+    assert (checkpoint / "huggingface/model.safetensors").read_bytes() == before and not damaged_files(checkpoint)
+    rebuild_export(checkpoint, None, "bf16", 1.0)
+    assert (checkpoint / "huggingface/model.safetensors").read_bytes() != before and not damaged_files(checkpoint)
 
 
 def test_export_removes_files_of_killed_export(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ LIFETIME_S = 900.0
 
 
 @contextmanager
-def hold_lease(checkpoint: Path) -> Iterator[None]:
+def hold_lease(checkpoint: Path) -> Iterator[Path | None]:
     """Protect a checkpoint from rotation while this process reads it.
 
     A background thread renews the lease inside the context. A checkpoint that this process can only read, such as
@@ -30,6 +30,9 @@ def hold_lease(checkpoint: Path) -> Iterator[None]:
 
     Args:
         checkpoint: an existing `global_step_N` directory.
+
+    Yields:
+        The lease; None without one.
 
     Raises:
         FileNotFoundError: the checkpoint does not exist.
@@ -45,26 +48,29 @@ def hold_lease(checkpoint: Path) -> Iterator[None]:
     except OSError as error:
         warn(f"cannot protect {checkpoint} ({error.strerror}); a running training job may remove it")
     if not is_held:  # not in the handler, where errors of the block would show this one as their context
-        yield
+        yield None
         return
     ended = threading.Event()
     renewal = threading.Thread(target=_renew, args=(path, ended), daemon=True)
     renewal.start()
     try:
-        yield
+        yield path
     finally:
         ended.set()
         renewal.join()
         _release(path)
 
 
-def lease_holders(checkpoint: Path) -> list[str]:
+def lease_holders(checkpoint: Path, except_for: Path | None = None) -> list[str]:
     """The processes that hold a lease on a checkpoint, each as text such as `process 12 on host0`.
 
     Expired leases and leases of dead processes on this machine do not count. An unreadable lease file counts until it
     is older than `LIFETIME_S`.
+
+    Args:
+        except_for: a lease of the caller, which does not count.
     """
-    holders = (_live_holder(path) for path in sorted(checkpoint.glob("lease.*.json")))
+    holders = (_live_holder(path) for path in sorted(checkpoint.glob("lease.*.json")) if path != except_for)
     return [*dict.fromkeys(holder for holder in holders if holder is not None)]
 
 

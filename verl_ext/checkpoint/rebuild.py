@@ -22,7 +22,7 @@ from verl_ext.checkpoint.config import ExportConfig
 from verl_ext.checkpoint.hf_export import ExportWriter, SafetensorsLayout, create_files, layout_of
 from verl_ext.checkpoint.hf_tensors import merge_rows, read_plan
 from verl_ext.checkpoint.inspection import newest_resumable, require_steps
-from verl_ext.checkpoint.lease import hold_lease
+from verl_ext.checkpoint.lease import hold_lease, lease_holders
 from verl_ext.checkpoint.manifest import (
     EXPORT,
     INDEX,
@@ -30,6 +30,7 @@ from verl_ext.checkpoint.manifest import (
     MODEL,
     Manifest,
     damaged_files,
+    has_export,
     is_verl_checkpoint,
     list_checkpoints,
     read_complete,
@@ -127,7 +128,8 @@ def rebuild_export(
 
     Raises:
         UserError: the shards are damaged or incomplete, a small file is missing and no other checkpoint has it, a file
-            cannot be written, or another process is writing to the directory.
+            cannot be written, another process is writing to the directory, or `output` is None and another process
+            may be reading the present export.
     """
     if output is not None and output.exists():
         raise UserError(f"{output} already exists; specify a new directory")
@@ -161,7 +163,9 @@ def _write_export(
     target = output or checkpoint / EXPORT
     # a unique name, because not all file systems have locks
     partial = target.with_name(f"{target.name}.{token_hex(4)}.partial")
-    with hold_lease(checkpoint):
+    with hold_lease(checkpoint) as own_lease:
+        if output is None:
+            _require_no_readers(checkpoint, own_lease)
         require_undamaged_shards(checkpoint, progress)
         if has_lock:
             _remove_leftovers(target)
@@ -175,6 +179,7 @@ def _write_export(
                 copy_small_files(checkpoint / EXPORT, partial)
                 os.rename(partial, output)
             else:
+                _require_no_readers(checkpoint, own_lease)  # again, because the lines above may have taken minutes
                 _move_into_checkpoint(checkpoint, partial)
         except BaseException:  # the disk may be full, and later saves need the space
             shutil.rmtree(partial, ignore_errors=True)
@@ -214,6 +219,23 @@ def write_deferred_export(checkpoint: Path, config: ExportConfig, small_files: M
             )
     except UserError as error:
         warn(f"{checkpoint.name} has no export yet: {error}")
+
+
+def _require_no_readers(checkpoint: Path, own_lease: Path | None) -> None:
+    """Refuse to replace an export that others may be reading; a missing or damaged one has no readers.
+
+    Raises:
+        UserError: another process holds a lease on the checkpoint.
+    """
+    try:
+        is_usable = EXPORT not in read_complete(checkpoint).deferred and has_export(checkpoint)
+    except ValueError:  # incomplete, or renamed
+        is_usable = has_export(checkpoint)
+    if is_usable and (holders := lease_holders(checkpoint, except_for=own_lease)):
+        raise UserError(
+            f"{checkpoint / EXPORT} may be in use, because {checkpoint.name} is being read by {', '.join(holders)}; "
+            "wait for it or stop it, or export to another directory with --output DIR"
+        )
 
 
 def _remove_leftovers(target: Path) -> None:
