@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +14,13 @@ import torch
 from tests.helpers.checkpoints import NAMES, save
 from tests.helpers.data import write_questions
 from tests.helpers.trainer import make_trainer, small_config
+from verl_ext.checkpoint import resume
 from verl_ext.checkpoint.config import CheckpointConfig
 from verl_ext.checkpoint.manifest import Manifest
-from verl_ext.checkpoint.resume import agree_on_checkpoint
+from verl_ext.checkpoint.resume import agree_on_checkpoint, find_checkpoint
 from verl_ext.data.chats import load_chats
 from verl_ext.data.image_questions import load_image_questions
+from verl_ext.errors import UserError
 from verl_ext.metrics.registry import lookup_metric
 from verl_ext.trainer.run_logger import RunLogger
 from verl_ext.trainer.stages import STAGES, load_config
@@ -100,6 +104,28 @@ def test_verify_setting_compares_digests(tmp_path: Path, capfd: pytest.CaptureFi
         trainer = load_config("sft", [words[0], f"{words[1]}{verifies}"]).trainer
         assert agree_on_checkpoint(trainer, "torch.optim.AdamW") == expected
     assert "has the digest" in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_checkpoint_removed_before_verification_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Such as by the rotation of another run."""
+    older, newest, other = save(tmp_path / "run", 1), save(tmp_path / "run", 2), save(tmp_path / "other", 3)
+
+    def find_and_remove(*arguments: Any, **options: Any) -> Path | None:
+        found = find_checkpoint(*arguments, **options)
+        if found in (newest, other):
+            shutil.rmtree(found)
+        return found
+
+    monkeypatch.setattr(resume, "find_checkpoint", find_and_remove)
+    run_dir = f"trainer.default_local_dir={tmp_path / 'run'}"
+    assert agree_on_checkpoint(load_config("sft", [run_dir]).trainer, "torch.optim.AdamW") == older
+    assert "looking for the newest complete checkpoint" in capfd.readouterr().err
+    trainer = load_config("sft", [run_dir, f"trainer.resume_from_path={other}"]).trainer
+    with pytest.raises(UserError, match=f"{other} cannot be resumed: its file manifest.json is missing or damaged"):
+        agree_on_checkpoint(trainer, "torch.optim.AdamW")
 
 
 def test_token_cache_setting_sets_directory(quickstart: Path, tmp_path: Path) -> None:

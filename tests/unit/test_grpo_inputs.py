@@ -30,7 +30,7 @@ from verl_ext.data.prompts import PromptBatch, PromptDataset
 from verl_ext.errors import UserError
 from verl_ext.launch.configure import resolve_model
 from verl_ext.launch.preflight import check_config, check_inputs
-from verl_ext.launch.run import hold_model
+from verl_ext.launch.run import lease_inputs
 from verl_ext.trainer.model import load_model_config
 from verl_ext.trainer.stages import BudgetConfig, GRPOConfig, load_config, sft_recipe_of
 from verl_ext.trainer.tokenizer import load_tokenizer
@@ -223,7 +223,7 @@ def test_resumed_run_keeps_its_initial_model(quickstart: Path, tmp_path: Path) -
     assert settled(quickstart, tmp_path).model.partial_pretrain == begun
     restarted = settled(quickstart, tmp_path, "trainer.resume_mode=disable")
     assert str(restarted.model.partial_pretrain).endswith("global_step_20/huggingface")
-    with hold_model(kept):
+    with lease_inputs(kept):
         assert lease_holders(sft_run / "global_step_10") and not lease_holders(sft_run / "global_step_20")
     assert not lease_holders(sft_run / "global_step_10")
     shutil.rmtree(sft_run / "global_step_10")

@@ -21,6 +21,7 @@ import pytest
 
 from tests.helpers import ROOT
 from tests.helpers.checkpoints import save
+from verl_ext.checkpoint.lease import lease_holders
 from verl_ext.checkpoint.save import add_metrics
 from verl_ext.config.run_config import config_digest
 from verl_ext.config.schema import as_dict
@@ -41,6 +42,7 @@ from verl_ext.launch.run import (
     first_start_and_precision,
     input_digests,
     is_finished,
+    lease_inputs,
     may_be_longer,
     print_changes,
 )
@@ -672,3 +674,36 @@ def test_show_samples_warns_of_template(quickstart: Path, tmp_path: Path, capsys
 def test_show_samples_rejects_stage_without_chats() -> None:
     with pytest.raises(UserError, match="--show-samples shows chats, but the recipe's stage is vlm_sft; omit"):
         show_samples(load_config("sft", ["recipe=budget_vlm"]), 1)
+
+
+@pytest.mark.parametrize(
+    ("stage", "key", "folder"),
+    [
+        ("sft", "trainer.resume_from_path", ""),
+        ("sft", "model.partial_pretrain", "huggingface"),
+        ("sft", "model.lora_adapter_path", "lora_adapter"),
+        ("grpo", "model.partial_pretrain", "huggingface"),
+        ("grpo", "controller.init_from", ""),
+    ],
+)
+def test_checkpoint_that_run_starts_from_is_leased(
+    stage: str, key: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = save(tmp_path / "other", 5)
+    recipe = ["recipe=budget_controller"] if key.startswith("controller.") else []
+    words = [f"trainer.default_local_dir={tmp_path / 'run'}", f"{key}={checkpoint / folder}"]
+    config = load_config(stage, [*recipe, *words])
+    with lease_inputs(config):
+        assert lease_holders(checkpoint)
+    assert not lease_holders(checkpoint)
+    monkeypatch.setattr("verl_ext.launch.run.hold_lease", Mock(side_effect=FileNotFoundError))
+    with pytest.raises(UserError, match=f"{checkpoint} has just been removed"), lease_inputs(config):
+        pass
+
+
+def test_own_checkpoint_to_resume_from_is_not_leased(tmp_path: Path) -> None:
+    """The run's own rotation removes it when it is no longer needed."""
+    checkpoint = save(tmp_path, 5)
+    for words in ([], [f"trainer.resume_from_path={checkpoint}"]):
+        with lease_inputs(load_config("sft", [f"trainer.default_local_dir={tmp_path}", *words])):
+            assert not lease_holders(checkpoint)

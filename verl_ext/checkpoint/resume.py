@@ -19,6 +19,7 @@ from verl_ext.checkpoint.manifest import (
     DERIVED,
     DROPPED_OPTIMIZER,
     KINDS,
+    MANIFEST,
     Manifest,
     UnreadableError,
     damaged_files,
@@ -161,13 +162,17 @@ def verify_on_all_ranks(checkpoint: Path) -> dict[str, str]:
             return damaged_files(checkpoint, [name], raise_unreadable=True)
 
     def own_damaged_files() -> dict[str, str]:
-        files = Manifest.read(checkpoint).files
-        names = [name for name in files if not name.startswith(DERIVED)]
-        names.sort(key=lambda name: -files[name]["bytes"])
-        found: dict[str, str] = {}
-        for name in names[dist.get_rank() :: dist.get_world_size()]:
-            found |= retry_reads(partial(damage, name))
-        return found
+        try:
+            with _reading(checkpoint):
+                files = Manifest.read(checkpoint).files
+            names = [name for name in files if not name.startswith(DERIVED)]
+            names.sort(key=lambda name: -files[name]["bytes"])
+            found: dict[str, str] = {}
+            for name in names[dist.get_rank() :: dist.get_world_size()]:
+                found |= retry_reads(partial(damage, name))
+            return found
+        except ValueError:  # the checkpoint was removed after it was chosen
+            return {MANIFEST: "is missing or damaged"}
 
     found = gather_results(own_damaged_files)
     return {name: problem for problems in found for name, problem in problems.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from copy import deepcopy
 from datetime import datetime
 from pathlib import Path
@@ -13,7 +13,6 @@ from typing import Any
 
 from verl_ext.checkpoint.lease import hold_lease
 from verl_ext.checkpoint.manifest import (
-    EXPORT,
     complete_checkpoints,
     read_complete,
     read_tracker,
@@ -94,7 +93,7 @@ def run_until_finished(
             with (
                 heartbeat,
                 launch.recording_refusal(),
-                hold_model(config),
+                lease_inputs(config),
                 watching(config, is_first, signals) as watcher,
             ):
                 code = report(launch.run(restarts), config, launch.record)
@@ -204,12 +203,35 @@ def make_run_directory(run_dir: Path) -> None:
 
 
 @contextmanager
-def hold_model(config: RunConfig) -> Iterator[None]:
-    """Within the block, keep the rotation of an SFT run from deleting the checkpoint that this run starts from."""
-    export = Path(str(config.model.partial_pretrain)).expanduser()
-    is_export = export.name == EXPORT and step_of(export.parent) is not None and export.parent.is_dir()
-    with hold_lease(export.parent) if is_export and isinstance(config, GRPOConfig | BudgetConfig) else nullcontext():
+def lease_inputs(config: RunConfig) -> Iterator[None]:
+    """Within the block, keep the rotation of other runs from deleting the checkpoints that this run starts from.
+
+    Raises:
+        UserError: rotation has just removed one of them.
+    """
+    with ExitStack() as stack:
+        for checkpoint in input_checkpoints(config):
+            try:
+                stack.enter_context(hold_lease(checkpoint))
+            except FileNotFoundError as error:
+                raise UserError(f"{checkpoint} has just been removed; specify a newer checkpoint") from error
         yield
+
+
+def input_checkpoints(config: RunConfig) -> list[Path]:
+    """Return the checkpoints that the settings name as initial weights, and that of another run to resume from.
+
+    A restart reads them again.
+    """
+    named = [config.model.partial_pretrain, config.model.lora_adapter_path]
+    if isinstance(config, BudgetConfig):
+        named.append(config.controller.init_from)
+    paths = [Path(name).expanduser() for name in named if name is not None]
+    found = [path for given in paths for path in (given, given.parent) if step_of(path) is not None and path.is_dir()]
+    resumed = resume_candidate(config)
+    if resumed is not None and not is_of_run(resumed, config.trainer.run_dir):
+        found.append(resumed)
+    return [*dict.fromkeys(found)]
 
 
 def last_checkpoint(run_dir: Path) -> tuple[int, float] | None:
