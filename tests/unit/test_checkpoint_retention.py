@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -363,6 +364,36 @@ def test_damaged_files_are_reported_with_reason(tmp_path: Path) -> None:
     (checkpoint / "manifest.json").unlink()
     with pytest.raises(ValueError, match="never completed"):
         damaged_files(checkpoint)
+
+
+def move_and_link(checkpoint: Path, directory: Path) -> Path:
+    """Move a checkpoint to another directory, leave a link to it, and return its new path."""
+    directory.mkdir(exist_ok=True)
+    moved = checkpoint.rename(directory / checkpoint.name)
+    checkpoint.symlink_to(moved)
+    return moved
+
+
+def test_rotation_removes_only_link_to_moved_checkpoint(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    checkpoints = [save(run_dir, step) for step in (1, 2)]
+    moved = move_and_link(checkpoints[0], tmp_path / "disk")
+    assert rotate(run_dir, *retention(1), 2, pytest.fail) == checkpoints[:1]
+    assert why_incomplete(moved) is None
+    assert [path.name for path in run_dir.glob("global_step_*")] == ["global_step_2"]
+
+
+def test_checkpoint_is_saved_in_place_of_link(tmp_path: Path) -> None:
+    """The link may also be broken; the rotation after the save deletes it."""
+    run_dir, disk = tmp_path / "run", tmp_path / "disk"
+    for is_broken in (False, True, False):
+        moved = move_and_link(save(run_dir, 1), disk)
+        if is_broken:
+            shutil.rmtree(moved)
+        assert not save(run_dir, 1).is_symlink() and why_incomplete(run_dir / "global_step_1") is None
+        assert rotate(run_dir, *retention(1), 1, pytest.fail) == []
+        assert [path.name for path in run_dir.glob("global_*")] == ["global_step_1"]
+        shutil.rmtree(moved, ignore_errors=True)
 
 
 def test_run_lock_names_holder_and_is_released_when_killed(tmp_path: Path) -> None:

@@ -231,21 +231,32 @@ def remove_tree(path: Path) -> None:
     """Rename and then delete, so that a crash in between leaves nothing that looks like a checkpoint."""
     doomed = removal_name(path)
     os.rename(path, doomed)
-    shutil.rmtree(doomed)
+    _delete(doomed)
 
 
 def removal_name(path: Path) -> Path:
     """The name of a directory during its removal; deletes the leftovers of an earlier removal there."""
     doomed = path.with_name(f"{path.name}{REMOVING}")
-    if doomed.exists():
-        shutil.rmtree(doomed)
+    if os.path.lexists(doomed):
+        _delete(doomed)
     return doomed
+
+
+def _delete(path: Path) -> None:
+    """Delete a directory, or a link to one.
+
+    The target of a link stays: a user has moved it out of the run directory, or it belongs to another run.
+    """
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def remove_leftovers(run_dir: Path, warn: Warn) -> None:
     """Remove leftovers of interrupted saves and removals, under the conditions of `rotate`."""
     for path in find_leftovers(run_dir):
-        _try_or_warn(shutil.rmtree, path, warn)
+        _try_or_warn(_delete, path, warn)
     for path in find_temporary_files(run_dir):
         _try_or_warn(Path.unlink, path, warn)
 

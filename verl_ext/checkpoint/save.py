@@ -260,7 +260,7 @@ def _names_aside(final: Path) -> list[tuple[Path, Path]]:
 
     The file must not name the new checkpoint.
     """
-    if not final.exists():
+    if not os.path.lexists(final):
         return []
     is_kept = is_verl_checkpoint(final) or bool(why_protected(final))
     renames = [(final, _replaced_name(final) if is_kept else removal_name(final))]
