@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 
 from verl_ext.console import warn
 from verl_ext.errors import UserError, first_line_of
-from verl_ext.processes import pid_namespace, start_ticks
+from verl_ext.processes import boot_id, pid_namespace, start_ticks
 
 LEDGER_FILE = "ledger.sqlite"
 REMOVED = "the checkpoint was removed before it was evaluated"
@@ -89,9 +89,7 @@ class ProcessId(NamedTuple):
 
 def _host() -> str:
     """The machine and the process namespace, because machines may share names, and containers process ids."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read().strip()
-    return f"{socket.gethostname()}/{boot}/{pid_namespace()}"
+    return f"{socket.gethostname()}/{boot_id()}/{pid_namespace()}"
 
 
 @dataclass(frozen=True)

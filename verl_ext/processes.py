@@ -186,8 +186,22 @@ def has_ended(pid: int) -> bool:
 
 
 def pid_namespace() -> int:
-    """Identifier of the PID namespace; containers can share a host name and use the same process ids."""
+    """Identifier of the PID namespace; containers can share a host name and use the same process ids.
+
+    Outside containers, it is the same on all machines.
+    """
     return os.stat("/proc/self/ns/pid").st_ino
+
+
+def boot_id() -> str:
+    """Identifier of the machine since its last boot; copies of a virtual machine can share a host name.
+
+    Empty if a sandbox hides it.
+    """
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 _HARMLESS = ("PATH", "HOME", "TMPDIR", "LANG", "TZ", "LD_LIBRARY_PATH", "LD_PRELOAD")

@@ -31,7 +31,7 @@ RUN_KEYS = {
 ATTEMPT_KEYS = {
     *("attempt", "start", "end", "first_step", "last_step", "world_size", "exit_reason", "host", "pid"),
     *("pid_start_ticks", "pid_namespace", "closed_trackers", "heartbeat_s", "command", "packages", "device_names"),
-    *("git_commit", "environment", "config_changes", "config_defaults", "input_files"),
+    *("boot_id", "git_commit", "environment", "config_changes", "config_defaults", "input_files"),
 }
 MANIFEST_KEYS = {
     *("format", "step", "world_size", "config_digest", "files", "metrics", "dropped", "deferred", "time", "optimizer"),

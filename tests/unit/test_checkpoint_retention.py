@@ -32,6 +32,7 @@ from verl_ext.checkpoint.retention import apply_plan, plan_rotation, reasons_to_
 from verl_ext.config.schema import to_yaml
 from verl_ext.errors import UserError
 from verl_ext.files import hold_run_lock
+from verl_ext.processes import boot_id, pid_namespace
 from verl_ext.trainer.config import TrainerConfig
 
 
@@ -209,7 +210,7 @@ def test_lease_file_is_renewed_and_removed(tmp_path: Path, monkeypatch: pytest.M
         (path,) = checkpoint.glob("lease.*.json")
         assert path.name.startswith(f"lease.{socket.gethostname()}.{os.getpid()}.")
         first = json.loads(path.read_text())
-        assert {"host", "pid", "time", "expires"} <= first.keys()
+        assert {"host", "boot_id", "pid_namespace", "pid", "time", "expires"} == first.keys()
         wait_until(lambda: json.loads(path.read_text())["expires"] > first["expires"])
     assert not list(checkpoint.glob("lease*"))
     assert why_incomplete(checkpoint) is None
@@ -280,6 +281,10 @@ def test_lease_is_live_until_expired_or_holder_dead(tmp_path: Path) -> None:
     assert lease_holders(checkpoint) == [f"process {int(dead.stdout)} on another"]
     write_lease(checkpoint, pid=int(dead.stdout), pid_namespace=1)  # a container that has this machine's name
     assert len(lease_holders(checkpoint)) == 1
+    write_lease(checkpoint, pid=int(dead.stdout), pid_namespace=pid_namespace(), boot_id="another")  # a cloned machine
+    assert len(lease_holders(checkpoint)) == 1
+    write_lease(checkpoint, pid=int(dead.stdout), pid_namespace=pid_namespace(), boot_id=boot_id())
+    assert lease_holders(checkpoint) == []
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"host": "h", "pid": 1, "expires": Infinity}'])

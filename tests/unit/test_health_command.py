@@ -44,7 +44,7 @@ from verl_ext.health.run_directory import RunDirectory, why_killed
 from verl_ext.metrics import heartbeat
 from verl_ext.metrics.run_record import RunRecord
 from verl_ext.monitor.run_files import parse_rows
-from verl_ext.processes import pid_namespace, start_ticks
+from verl_ext.processes import boot_id, pid_namespace, start_ticks
 from verl_ext.trainer.stages import load_config
 
 
@@ -151,6 +151,8 @@ def test_silence_limit_grows_with_step_and_validation_time(tmp_path: Path, capsy
         ({"pid": os.getpid(), "pid_start_ticks": start_ticks(os.getpid())}, "running"),
         ({"pid": os.getpid(), "pid_start_ticks": 1}, "killed"),  # the PID was reused
         ({"host": "elsewhere"}, "running"),
+        ({"boot_id": boot_id()}, "killed"),
+        ({"boot_id": "another"}, "running"),  # a copy of this machine
         ({"pid_namespace": 1}, "running"),
         ({"pid_namespace": None}, "running"),
     ],

@@ -15,7 +15,7 @@ from secrets import token_hex
 
 from verl_ext.console import warn
 from verl_ext.files import LATEST, parse_json, replace_file
-from verl_ext.processes import is_alive, pid_namespace
+from verl_ext.processes import boot_id, is_alive, pid_namespace
 
 LIFETIME_S = 900.0
 """Lifetime of a lease whose holder died on another machine. Live holders renew at a third of this interval."""
@@ -77,13 +77,17 @@ def lease_holders(checkpoint: Path, except_for: Path | None = None) -> list[str]
 def _write(path: Path) -> None:
     now = time.time()
     lease = {
-        "host": socket.gethostname(),
+        **_place(),
         "pid": os.getpid(),
-        "pid_namespace": pid_namespace(),
         "time": now,
         "expires": now + LIFETIME_S,
     }
     replace_file(path, [json.dumps(lease) + "\n"])
+
+
+def _place() -> dict[str, str | int]:
+    """Where this process runs; processes with an equal place can see each other."""
+    return {"host": socket.gethostname(), "boot_id": boot_id(), "pid_namespace": pid_namespace()}
 
 
 def _renew(path: Path, ended: threading.Event) -> None:
@@ -110,7 +114,8 @@ def _live_holder(path: Path) -> str | None:
         host, pid, expires = str(lease["host"]), int(lease["pid"]), float(lease["expires"])
         if not 0 <= expires < LATEST:
             raise ValueError("a lease must end")
-        same_machine = host == socket.gethostname() and lease.get("pid_namespace", pid_namespace()) == pid_namespace()
+        # leases of earlier versions have fewer keys
+        same_machine = all(lease.get(key, value) == value for key, value in _place().items())
     except FileNotFoundError:  # released in the meantime
         return None
     except (OSError, ValueError, KeyError, TypeError, OverflowError):

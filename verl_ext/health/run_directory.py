@@ -22,7 +22,7 @@ from verl_ext.health.rules import RULES
 from verl_ext.metrics.heartbeat import seconds_since_heartbeat
 from verl_ext.metrics.jsonl import METRICS_FILE
 from verl_ext.metrics.run_record import RUN_FILE, load_run, require_run_files, seconds_of
-from verl_ext.processes import is_alive, pid_namespace
+from verl_ext.processes import boot_id, is_alive, pid_namespace
 
 EARLY_STEPS = 100
 """Steps after which the first checklist is due."""
@@ -170,8 +170,12 @@ def why_killed(path: Path, run: Mapping[str, Any], silent_s: float, allowed_s: f
 def _is_here(run: Mapping[str, Any]) -> bool:
     """Whether this process can see the process of a run's last attempt."""
     attempt = last_attempt(run)
-    is_here = attempt.get("host") == socket.gethostname() and attempt.get("pid_namespace") == pid_namespace()
-    return is_here and attempt.get("pid") is not None
+    return (
+        attempt.get("host") == socket.gethostname()
+        and attempt.get("boot_id", boot_id()) == boot_id()  # earlier versions did not record it
+        and attempt.get("pid_namespace") == pid_namespace()
+        and attempt.get("pid") is not None
+    )
 
 
 def limits_of(config: Mapping[str, Any]) -> HealthLimits:

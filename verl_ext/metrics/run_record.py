@@ -14,7 +14,7 @@ from verl_ext.console import warn
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.files import parse_json, replace_file, write_errors
 from verl_ext.metrics.jsonl import METRICS_FILE, iter_metrics
-from verl_ext.processes import pid_namespace, start_ticks
+from verl_ext.processes import boot_id, pid_namespace, start_ticks
 
 RUN_FILE = "run.json"
 STATUSES = ("waiting", "running", "finished", "stopped", "failed")
@@ -45,7 +45,7 @@ _TYPES = {
 }
 _ATTEMPT_TYPES = {
     **{"attempt": (int,), "start": (str,)},
-    **dict.fromkeys(("end", "exit_reason", "host"), _TEXT),
+    **dict.fromkeys(("end", "exit_reason", "host", "boot_id"), _TEXT),
     **dict.fromkeys(("first_step", "last_step", "world_size", "pid", "pid_start_ticks", "pid_namespace"), _COUNT),
     "closed_trackers": (list,),
     "heartbeat_s": (float, type(None)),
@@ -347,6 +347,7 @@ def _attempt(number: int, *, first_step: int | None = None, world_size: int | No
         "world_size": world_size,
         "exit_reason": None,
         "host": socket.gethostname(),
+        "boot_id": boot_id(),
         "pid": os.getpid(),
         "pid_start_ticks": start_ticks(os.getpid()),
         "pid_namespace": pid_namespace(),
