@@ -294,10 +294,10 @@ def test_value_that_is_no_number_is_left_out(value: str, run_dir: Path, capsys: 
 
 
 def test_damaged_events_line_is_skipped(tmp_path: Path) -> None:
-    event = '{"step": 1, "name": "loss_zero", "level": "alarm"}'
-    bad = [DEEP, '{"step": 1, "name": [], "level": "alarm"}', '{"step": 1, "name": "loss_zero", "level": 5}']
+    event = '{"step": 1, "attempt": 1, "name": "loss_zero", "level": "alarm"}'
+    bad = [DEEP, event.replace('"loss_zero"', "[]"), event.replace('"alarm"', "5"), event.replace("1,", "{},")]
     (tmp_path / "events.jsonl").write_text("\n".join([*bad, event]))
-    assert set(reported_levels(tmp_path / "events.jsonl", 5)) == {"loss_zero"}
+    assert set(reported_levels(tmp_path / "events.jsonl", 5, [])) == {"loss_zero"}
 
 
 @pytest.mark.parametrize("name", ["export_plan.json", "huggingface/config.json"])

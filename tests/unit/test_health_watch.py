@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from verl_ext.health.context import LRSchedule, RunContext, comparable_from, con
 from verl_ext.health.history import MetricHistory
 from verl_ext.health.rule import Finding, HealthView, Level, Rule, warning
 from verl_ext.health.rules import RULES
-from verl_ext.health.watch import CLEAR_CHECKS, HealthMonitor
+from verl_ext.health.watch import CLEAR_CHECKS, HealthMonitor, reported_levels
 from verl_ext.launch.preflight import check_health
 from verl_ext.trainer.stages import STAGES, load_config
 
@@ -38,6 +40,17 @@ def monitor(
     *stop_on: str, history: MetricHistory | None = None, every: int = 10, reported: dict[str, Level] | None = None
 ) -> HealthMonitor:
     return HealthMonitor(view_of(history), every, stop_on, reported)
+
+
+def test_finding_of_discarded_steps_counts_as_not_reported(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    steps = {"grad_norm_range": (1, 10), "loss_not_finite": (1, 30), "overfitting": (2, 40), "lr_schedule": (2, 50)}
+    lines = [
+        {"step": step, "attempt": attempt, "name": name, "level": "alarm"} for name, (attempt, step) in steps.items()
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    attempts = [{"attempt": number, "first_step": step} for number, step in ((1, 0), (2, 20), (3, 40))]
+    assert reported_levels(path, 40, attempts) == dict.fromkeys(["grad_norm_range", "overfitting"], Level.ALARM)
 
 
 def feed(monitor: HealthMonitor, steps: range, **metrics: float) -> list[tuple[int, str, Level]]:

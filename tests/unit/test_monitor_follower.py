@@ -31,6 +31,7 @@ from verl_ext.monitor import run_files
 from verl_ext.monitor.charts import schedule_points
 from verl_ext.monitor.database import MonitorDatabase, database_for
 from verl_ext.monitor.follower import RunFollower
+from verl_ext.monitor.overview import num_alarms, worst_level
 from verl_ext.monitor.run_files import events_of_row
 from verl_ext.monitor.server import csv_blocks, csv_lines, csv_response
 
@@ -278,6 +279,26 @@ def test_each_event_is_logged_once(root: Path, follower: RunFollower) -> None:
     write_record(run_dir, status="finished")
     look(follower)
     assert len(query(follower, "SELECT * FROM events WHERE kind = 'start'")) == 1
+
+
+def test_finding_of_discarded_steps_is_not_current(root: Path, follower: RunFollower) -> None:
+    run_dir = root / "p/e"
+    write_record(run_dir)
+    write_rows(run_dir, 1, range(1, 31))
+    event = {"attempt": 1, "time": time.time(), "text": ""}
+    lines = [
+        {"step": 10, "name": "overfitting", "level": "warning", **event},
+        {"step": 30, "name": "overfitting", "level": "ok", **event},
+        {"step": 30, "name": "loss_not_finite", "level": "alarm", **event},
+    ]
+    (run_dir / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    look(follower)
+    assert levels(follower) == {"overfitting": "ok", "loss_not_finite": "alarm"} and num_alarms(follower.runs) == 1
+    for attempts in ({"a1": 0, "a2": 20}, {"a1": 0, "a2": 20, "a3": 40}):
+        write_record(run_dir, **attempts)
+        look(follower)
+        assert levels(follower) == {"overfitting": "warning"} and num_alarms(follower.runs) == 0
+        assert worst_level(follower.runs["p/e"]) == "warning"
 
 
 def test_steps_are_logged_at_log_every_of_run(root: Path, follower: RunFollower) -> None:

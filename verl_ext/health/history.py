@@ -191,14 +191,19 @@ class MetricHistory:
         self._epoch = float(numbers[-1])
 
 
+def rewinds(attempts: Sequence[Mapping[str, Any]]) -> dict[int, int]:
+    """Return the step from which each attempt resumed, by its number; it discarded all later steps before it."""
+    return {each["attempt"]: first for each in attempts if (first := each.get("first_step")) is not None}
+
+
 def effective_rows(rows: Iterator[dict[str, Any]], attempts: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield rows of `metrics.jsonl`, without steps that a later attempt in `run.json` repeated."""
-    first_steps = {each["attempt"]: first for each in attempts if (first := each.get("first_step")) is not None}
-    last_steps: dict[int, float] = {}  # by attempt: last step that no later attempt repeated
+    """Yield rows of `metrics.jsonl` or `events.jsonl`, without steps that a later attempt in `run.json` discarded."""
+    rewound_to = rewinds(attempts)
+    last_steps: dict[int, float] = {}  # by attempt: last step that no later attempt discarded
     for row in rows:
         attempt = row["attempt"]
         if attempt not in last_steps:
-            later = (first for number, first in first_steps.items() if number > attempt)
+            later = (step for number, step in rewound_to.items() if number > attempt)
             last_steps[attempt] = min(later, default=math.inf)
         if row["step"] <= last_steps[attempt]:
             yield row

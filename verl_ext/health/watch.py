@@ -10,7 +10,7 @@ from typing import Any
 from verl_ext.files import parse_json
 from verl_ext.health.config import HealthConfig
 from verl_ext.health.context import RunContext
-from verl_ext.health.history import read_history
+from verl_ext.health.history import effective_rows, read_history
 from verl_ext.health.rule import EVAL_REWARD, LOSS, VAL_LOSS, Finding, HealthView, Level, Rule
 from verl_ext.health.rules import RULES, load_rules
 from verl_ext.metrics.jsonl import EVENTS_FILE, is_training_row
@@ -69,7 +69,7 @@ class HealthMonitor:
         history, _ = read_history(run_dir, run["attempts"], until=first_step)
         context = RunContext.of(run_dir, run, config, total_steps, steps_per_epoch)
         view = HealthView(history, context, settings.limits)
-        reported = reported_levels(run_dir / EVENTS_FILE, first_step)
+        reported = reported_levels(run_dir / EVENTS_FILE, first_step, run["attempts"])
         return cls(view, settings.every, settings.stop_on, reported, rules)
 
     def check(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
@@ -104,14 +104,14 @@ class HealthMonitor:
         return is_news
 
 
-def reported_levels(path: Path, step: int) -> dict[str, Level]:
-    """Return the last level of each rule in `events.jsonl`, up to a step."""
-    found: dict[str, Level] = {}
+def reported_levels(path: Path, step: int, attempts: Sequence[Mapping[str, Any]]) -> dict[str, Level]:
+    """Return the last level of each rule in `events.jsonl`, up to a step, without steps that were discarded."""
+    found: list[dict[str, Any]] = []
     for line in path.read_bytes().splitlines() if path.is_file() else ():
         try:
             row = parse_json(line)
-            if row["step"] <= step:
-                found[row["name"]] = Level[row["level"].upper()]
+            if isinstance(row["name"], str) and row["attempt"] >= 0 and row["step"] <= step:
+                found.append({**row, "level": Level[row["level"].upper()]})
         except (ValueError, KeyError, TypeError, AttributeError):
             continue  # a crash can leave a torn line
-    return found
+    return {row["name"]: row["level"] for row in effective_rows(iter(found), attempts)}

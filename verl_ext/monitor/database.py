@@ -19,11 +19,12 @@ import orjson
 
 from verl_ext.errors import UserError
 from verl_ext.files import user_cache_dir
+from verl_ext.health.history import rewinds
 from verl_ext.health.trend import Array
 from verl_ext.metrics.jsonl import KEY_COLUMNS, MetricsRow, parse_object
 from verl_ext.monitor.curves import RunCurves
 
-VERSION = 14
+VERSION = 15
 SQLITE_HEADER = b"SQLite format 3\0"
 OWN_TABLES = {"runs", "events"}
 """Tables of all versions."""
@@ -49,6 +50,7 @@ CREATE TABLE runs (
 CREATE TABLE attempts (
     run INTEGER NOT NULL, attempt INTEGER NOT NULL,
     start TEXT, end TEXT, first_step INTEGER, last_step INTEGER, world_size INTEGER, exit_reason TEXT, host TEXT,
+    rewound_to INTEGER,                    -- it discarded later steps of the attempts before it
     PRIMARY KEY (run, attempt)
 ) WITHOUT ROWID;
 CREATE TABLE training_logs (
@@ -126,7 +128,7 @@ class RunInfo:
         first_start: ISO time of the first attempt; None if there is none.
         end: ISO time of the end of the last attempt; `host` and `exit_reason` are also of the last attempt.
         origin: model or run directory that the run started from, as in its configuration; empty if unknown.
-        findings: current finding of each health rule that has reported something.
+        findings: current finding of each health rule that has reported something, except at discarded steps.
         accuracies: `accepted_at_1` and step of the best evaluated checkpoint, by dataset: the one that
             `best_checkpoint.json` names; without this file, the one with the highest `accepted_at_1`.
     """
@@ -222,7 +224,9 @@ class MonitorDatabase:
     def runs(self) -> dict[str, RunInfo]:
         """Return all runs by path, running ones first, then the newest."""
         findings: dict[int, list[LogEvent]] = {}
-        latest = "SELECT max(id) FROM events WHERE rule IS NOT NULL GROUP BY run, rule"
+        first = "SELECT min(rewound_to) FROM attempts WHERE run = events.run AND attempt > events.attempt"
+        is_effective = f"ifnull(step <= ({first}), TRUE)"  # as in `effective_rows`
+        latest = f"SELECT max(id) FROM events WHERE rule IS NOT NULL AND {is_effective} GROUP BY run, rule"
         for row in self._connection.execute(f"SELECT * FROM events WHERE id IN ({latest})"):
             findings.setdefault(row["run"], []).append(_event(row)[1])
         accuracies: dict[int, dict[str, tuple[float, int]]] = {}
@@ -282,9 +286,10 @@ class MonitorDatabase:
         """Replace a run's attempts with those of its `run.json`."""
         names = ("attempt", "start", "end", "first_step", "last_step", "world_size", "exit_reason", "host")
         self._connection.execute("DELETE FROM attempts WHERE run = ?", (run,))
+        rewound_to = rewinds(attempts)
         self._connection.executemany(
-            "INSERT OR REPLACE INTO attempts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            ([run, *(each.get(name) for name in names)] for each in attempts),
+            "INSERT OR REPLACE INTO attempts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            ([run, *(each.get(name) for name in names), rewound_to.get(each["attempt"])] for each in attempts),
         )
 
     def first_steps(self, run: int) -> dict[int, int]:
