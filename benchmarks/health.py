@@ -147,7 +147,7 @@ def past_their_best(measured: str, trained: str, sign: int, noise: float) -> Sim
 
 
 SIMULATIONS = (
-    Simulation("loss_rising", "budget", "loss rises", ramps(11, loss=(1.0, 0.1, 1))),
+    Simulation("loss_rising", "sft", "loss rises", ramps(11, loss=(1.0, 0.1, 1))),
     Simulation("reward_falling", "budget", "reward falls", ramps(11, reward_total_mean=(1.0, 0.02, -1))),
     Simulation("accuracy_falling", "budget", "accuracy falls", ramps(11, accuracy_mean=(0.4, 0.02, -1))),
     Simulation("violation_rising", "budget", "violations rise", ramps(11, budget_violation_mean=(0.3, 0.02, 1))),

@@ -164,6 +164,40 @@ def add(
     CURVES.append(Curve(name, stage, rows, sick, limits or {}, untrained_loss, frozenset(notices)))
 
 
+def add_bandit(name: str, stage: str, epochs: int = 16, steps_per_epoch: int = 25) -> None:
+    """Add a healthy run whose loss and rewards are those of REINFORCE with an entropy bonus on a small bandit."""
+    [base] = [each for each in CURVES if each.name == "a controller learns"]
+
+    def rows(seed: int) -> Rows:
+        num_prompts, num_actions, batch, group = 4, 24, 16, 8
+        rng, found = np.random.default_rng(seed), []
+        quality = rng.normal(0, 0.5, (num_prompts, num_actions))
+        logits = np.zeros_like(quality)
+        for step in range(1, epochs * steps_per_epoch + 1):
+            prompts = rng.integers(num_prompts, size=(batch, 1))
+            log_p = logits[prompts] - np.log(np.exp(logits[prompts]).sum(-1, keepdims=True))  # (batch, 1, actions)
+            actions = (log_p + rng.gumbel(size=(batch, group, num_actions))).argmax(-1)
+            rewards = quality[prompts, actions] + 0.3 * rng.normal(size=actions.shape)
+            advantages = rewards - rewards.mean(1, keepdims=True)
+            entropy = -(np.exp(log_p) * log_p).sum(-1, keepdims=True)
+            gradient = np.zeros_like(logits)
+            np.add.at(gradient, (prompts, actions), advantages)
+            np.add.at(gradient, prompts[:, 0], -0.05 * group * (np.exp(log_p) * (log_p + entropy))[:, 0])
+            logits += 2.0 * gradient / actions.size
+            metrics = {
+                "train/loss": -float((np.take_along_axis(log_p[:, 0], actions, 1) * advantages).mean()),
+                "train/reward_total_mean": float(rewards.mean()),
+                "train/reward_total_std": float(rewards.std()),
+                "train/adv_std": float(advantages.std()),
+                "train/epoch": step / steps_per_epoch,
+            }
+            found.append((step, metrics))
+        of_base = [row for _, row in base.rows(seed)]
+        return [(step, {**of_base[(step - 1) * len(of_base) // len(found)], **row}) for step, row in found]
+
+    CURVES.append(Curve(name, stage, rows, frozenset()))
+
+
 NAN: Shape = lambda share, rng: math.nan  # noqa: E731
 
 # Healthy
@@ -205,6 +239,7 @@ add("rare rewards become less rare", "grpo",
     reward_format_mean=flat(0.3))  # fmt: skip
 add("a controller learns", "budget", epochs=30)
 add("a controller learns in few epochs", "budget", epochs=7, steps=112)
+add_bandit("the loss of a policy rises with the reward", "budget")
 add("losses of a policy are of either sign", "budget", epochs=30, loss=lambda share, rng: rng.standard_normal())
 add("rewards begin below zero", "budget", epochs=30, reward_total_mean=line(-1.0, 0.3, 0.1))
 add("a plateau after learning of a controller", "budget", epochs=60,
@@ -241,6 +276,9 @@ add("overfitting", "sft", "overfitting", "val_loss_rising", loss=line(1.5, 0.3, 
 add("a validation loss that stays high", "sft", notices=["final_val_loss"], val=falling(4.0, 3.0, noise=0.003))
 add("validation rises with the loss", "sft", "val_loss_rising", "loss_diverging",
     loss=from_(0.5, falling(2.4, 1.1), line(-1.0, 4.0)), val=from_(0.5, SFT_VAL, line(0.5, 3.0, 0.001)))  # fmt: skip
+
+add("the loss of a policy rises as the reward falls", "budget", "loss_rising", "reward_falling", epochs=30,
+    loss=line(0.1, 2.0, 0.02), reward_total_mean=line(0.6, -0.2, 0.02))  # fmt: skip
 
 # Gradient and schedule
 add("exploding gradients", "sft", "grad_norm_exploding", grad_norm=from_(0.7, flat(1.0, 0.2), flat(600.0, 0.5)))

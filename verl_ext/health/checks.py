@@ -8,7 +8,7 @@ import numpy as np
 
 from verl_ext.files import GIB, format_bytes
 from verl_ext.health.context import REWARDED
-from verl_ext.health.families import trend_level
+from verl_ext.health.families import epoch_trend, trend_level
 from verl_ext.health.history import SEGMENT_VALUES
 from verl_ext.health.rule import (
     ACCURACY,
@@ -75,6 +75,23 @@ def loss_not_finite(view: HealthView) -> CheckResult | None:
         return ok("the loss is finite") if view.series(LOSS).num_points else None
     message = f"the loss was not finite in the last {streak} step{'s' * (streak > 1)}"
     return alarm(message) if streak >= view.limits.nonfinite_steps else warning(message)
+
+
+_loss_trend = epoch_trend(LOSS, 1, "the loss went from {:.4g} to {:.4g} over {} epochs", worst=Level.ALARM)
+
+
+def loss_rising(view: HealthView) -> CheckResult | None:
+    """A finding if the epoch means rise.
+
+    The level of a policy loss has no meaning: it also rises when the policy becomes certain, or with an entropy bonus
+    or a KL penalty, while the reward rises. It counts only if the reward falls.
+    """
+    found = _loss_trend(view)
+    if found is None or view.context.stage not in REWARDED:
+        return found
+    rewards = view.epochs(REWARD, view.limits.trend_epochs + 1)
+    is_worse = rewards is not None and trend(rewards).falls(view.limits.trend_p)
+    return found if is_worse else ok(found.message)
 
 
 def loss_diverging(view: HealthView) -> CheckResult | None:
