@@ -210,6 +210,8 @@ add("one spike of the loss", "sft", loss=from_(0.5, falling(2.4, 1.1), from_(0.5
 add("saves make steps slow now and then", "sft", step_s=lambda share, rng: 2 + 10 * (rng.random() < 0.05))
 add("validation wobbles", "sft", val=falling(2.3, 1.2, noise=0.008))
 add("batches vary more than the loss falls", "sft", loss=line(1.55, 1.48, 0.25), val=falling(1.66, 1.44, noise=0.003))
+add("batches vary more than the loss falls, without validations", "sft", loss=line(1.6, 1.35, 0.15),
+    val=flat(1.4, 0.002))  # fmt: skip
 add("a plateau of the validation", "sft", val=falling(2.3, 1.2, rate=20, noise=0.002))
 add("the loss starts high, not too high", "sft", loss=falling(4.6, 1.1))
 add("a long run", "sft", steps=3000)

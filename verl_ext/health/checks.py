@@ -37,6 +37,8 @@ FLAT = 1e-6
 TOKEN_RATE = "throughput/train/valid_tokens_per_s"
 MANY_STEPS = 100
 """Number of steps that replace epochs in short runs, and over which jitter is measured."""
+MIN_FALL = 0.02
+"""Smallest relevant fall of the loss, relative to its start."""
 BEST_NOISES = 1.5 * NOISES
 """Standard errors by which the best of many segments must differ from their mean to be significant."""
 EXPLODED = 1.5
@@ -112,7 +114,7 @@ def loss_diverging(view: HealthView) -> CheckResult | None:
 
 
 def loss_not_falling(view: HealthView) -> CheckResult | None:
-    """A warning if no segment of the run has a clearly lower loss than its start, and validations do not show one.
+    """A warning if neither the trend of the loss, nor its best segment, nor the validations are clearly lower.
 
     A loss that diverges has its own rule, because its causes differ and its noise hides a fall before that.
     Batches of different texts vary more than a fine-tuned model's loss falls; a validation set stays the same.
@@ -129,8 +131,10 @@ def loss_not_falling(view: HealthView) -> CheckResult | None:
     if validations.num_points > 1 and validations.last_value < (1 - view.limits.val_margin) * validations.first[0]:
         fall = f"val/loss fell from {validations.first[0]:.4g} to {validations.last_value:.4g}"
         return ok(f"{message}; {fall}")
-    error = noise(series.recent()) / math.sqrt(SEGMENT_VALUES)
-    return ok(message) if start - best > max(BEST_NOISES * error, 0.02 * start) else warning(message)
+    error, smallest = noise(series.recent()) / math.sqrt(SEGMENT_VALUES), MIN_FALL * start
+    moved = trend(series.segment_means)  # significant even if each segment is within the noise of the others
+    has_trend = moved.falls(view.limits.improvement_p) and moved.change < -smallest
+    return ok(message) if has_trend or start - best > max(BEST_NOISES * error, smallest) else warning(message)
 
 
 def loss_jitter(view: HealthView) -> CheckResult | None:
