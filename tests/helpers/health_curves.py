@@ -232,6 +232,8 @@ add("rewards reach their plateau", "grpo", reward_total_mean=noisy(lambda s: 0.9
 add("certainty with success", "grpo", entropy=falling(0.8, 0.01, 9.0), steps=400)
 add("shorter answers with more reward", "grpo", seq_completion_len_mean=falling(240, 80, 9.0))
 add("longer answers take longer", "grpo", seq_completion_len_mean=line(100, 400), step_s=line(10, 20, 0.1))
+add("answers become eight times as long", "grpo", step_s=from_(0.5, flat(20.0, 0.1), line(-120.0, 160.0)),
+    seq_completion_len_mean=from_(0.5, flat(60.0), line(-360.0, 480.0)))  # fmt: skip
 add("rewards rise faster and faster", "grpo", steps=40, reward_total_mean=noisy(lambda s: 0.14 + 0.3 * s**3, 0.02))
 add("rare rewards", "grpo", reward_total_mean=lambda share, rng: rng.binomial(32, 0.01) / 32,
     reward_correct_mean=lambda share, rng: rng.binomial(32, 0.02) / 32, reward_format_mean=flat(0.3))  # fmt: skip
@@ -293,6 +295,8 @@ add("a rate ten times too high", "sft", "lr_schedule", lr=flat(10 * PEAK, 0.0))
 
 # Time and disk
 add("a neighbor takes the machine", "sft", "step_time_high", step_s=from_(0.9, flat(2.0), flat(9.0)))
+add("a neighbor takes the machine from the rollouts", "grpo", "step_time_high",
+    step_s=from_(0.9, flat(20.0), flat(90.0)), valid_tokens_per_s=from_(0.9, flat(3000.0), flat(650.0)))  # fmt: skip
 add("slower and slower", "sft", "step_time_rising", step_s=line(2.0, 4.5))
 add("the disk is the bottleneck", "sft", "waiting_for_data", data_s=flat(1.2, 0.1))
 add("unstable throughput", "sft", "throughput_unstable", tokens_per_s=JUMPING)

@@ -57,6 +57,8 @@ LAST_EPOCHS = 3
 """Number of epochs that represent the current state of a controller."""
 NUM_LEARNING_RATES = 10
 """Number of steps whose learning rate is compared with the schedule."""
+MIN_RATE = 1e-9
+"""Tokens per second as which a rate of 0 counts."""
 WARM_UP_SEGMENTS = 3
 """Number of segments at the start of a run whose step times are unusual."""
 LASTING_S = 60.0
@@ -467,26 +469,37 @@ def latency_share(view: HealthView) -> tuple[float, float] | None:
 # Time, throughput and disk
 
 
-def step_time_ratio(view: HealthView) -> tuple[float, float, float] | None:
-    """The recent step time, over a minute at least, divided by the usual one, then both in seconds."""
-    series = view.series(STEP_TIME)
-    recent, usual = series.recent(), series.segment_means[1:]
+def step_times(view: HealthView) -> tuple[str, Array, Array]:
+    """What is timed, its recent times in seconds, and its mean times over segments of the run after the warm-up.
+
+    The stage grpo times a token instead of a step, because completions may get longer.
+    """
+    if view.context.stage != "grpo":
+        series = view.series(STEP_TIME)
+        return "step", series.recent(), series.segment_means[1:]
+    rates = view.series(TOKEN_RATE)
+    return "token", 1 / np.maximum(rates.recent(), MIN_RATE), 1 / np.maximum(rates.segment_means[1:], MIN_RATE)
+
+
+def step_time_high(view: HealthView) -> CheckResult | None:
+    """A warning if steps have been slow for a minute at least."""
+    timed, recent, usual = step_times(view)
     if len(usual) < WARM_UP_SEGMENTS:
         return None
-    num_lasting = int(np.searchsorted(np.cumsum(recent[::-1]), LASTING_S)) + 1
+    durations = view.series(STEP_TIME).recent()
+    num_lasting = int(np.searchsorted(np.cumsum(durations[::-1]), LASTING_S)) + 1
     now, before = float(np.median(recent[-max(num_lasting, view.limits.window // 2) :])), float(np.median(usual))
-    return now / before, now, before
+    message = f"a {timed} takes {now:.3g} s, {before:.3g} s was usual"
+    return warning(message) if now > view.limits.step_time_factor * before else ok(message)
 
 
 def step_time_rising(view: HealthView) -> CheckResult | None:
-    """A warning for a ramp, not a jump; the stage grpo uses the time per token, because completions may get longer."""
-    per_token = view.context.stage == "grpo"
-    means = view.series(TOKEN_RATE if per_token else STEP_TIME).segment_means[1:]
-    if len(means) < 3 * WARM_UP_SEGMENTS:
+    """A warning for a ramp, not a jump."""
+    timed, _, times = step_times(view)
+    if len(times) < 3 * WARM_UP_SEGMENTS:
         return None
-    times = 1 / means if per_token else means
     change, usual, half = line_change(times), float(np.median(times)), len(times) // 2
-    message = f"the time of a {'token' if per_token else 'step'} changed by {change / usual:+.0%} over the run"
+    message = f"the time of a {timed} changed by {change / usual:+.0%} over the run"
     is_ramp = min(line_change(times[:half]), line_change(times[half:])) > change / 5
     grows = is_ramp and change > view.limits.step_time_growth * usual and trend(times).rises(view.limits.trend_p_alarm)
     return warning(message) if grows else ok(message)

@@ -192,10 +192,8 @@ RULES: tuple[Rule, ...] = (
          "compare the trends, and adjust optim.lr or the weights of the reward if they are flat", BUDGET),
 
     # Time, throughput and disk
-    Rule("step_time_high",
-         bounds(checks.step_time_ratio, "a step takes {1:.3g} s, {2:.3g} s was usual",
-                above={WARNING: "step_time_factor"}),
-         "Steps of the last minute take more than step_time_factor times as long as usual.",
+    Rule("step_time_high", checks.step_time_high,
+         "Steps of the last minute (grpo: tokens) take more than step_time_factor times as long as usual.",
          "check the parts of the step (time/train/...), and other programs on the machine"),
     Rule("step_time_rising", checks.step_time_rising,
          "Time per step (grpo: per token) rises by more than step_time_growth.",

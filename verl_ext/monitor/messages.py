@@ -176,6 +176,7 @@ MESSAGES = {
     "{} is {}, and at most {} is usual": "{} 为 {}，通常至多为 {}",
     # Time, throughput and disk
     "a step takes {} s, {} s was usual": "每步用时 {} 秒，之前通常为 {} 秒",
+    "a token takes {} s, {} s was usual": "每个词元用时 {} 秒，之前通常为 {} 秒",
     "the time of a step changed by {} over the run": "训练期间每步时间变化 {}",
     "the time of a token changed by {} over the run": "训练期间每个词元的时间变化 {}",
     "{} of a step is waiting for data": "每步有 {} 的时间在等待数据",
