@@ -80,6 +80,11 @@ def from_(share_at: float, before: Shape, after: Shape) -> Shape:
     return lambda share, rng: before(share, rng) if share < share_at else after(share, rng)
 
 
+def unless_solved(shape: Shape) -> Shape:
+    """A shape that is 0 in two of three steps, because all of their prompts are solved."""
+    return lambda share, rng: 0.0 if round(300 * share) % 3 else shape(share, rng)
+
+
 SFT = {
     "train/loss": falling(2.4, 1.1),
     "train/grad_norm": flat(1.2, 0.2),
@@ -235,6 +240,8 @@ add("longer answers take longer", "grpo", seq_completion_len_mean=line(100, 400)
 add("answers become eight times as long", "grpo", step_s=from_(0.5, flat(20.0, 0.1), line(-120.0, 160.0)),
     seq_completion_len_mean=from_(0.5, flat(60.0), line(-360.0, 480.0)))  # fmt: skip
 add("rewards rise faster and faster", "grpo", steps=40, reward_total_mean=noisy(lambda s: 0.14 + 0.3 * s**3, 0.02))
+add("most prompts are solved", "grpo", loss=unless_solved(BASES["grpo"]["train/loss"]),
+    grad_norm=unless_solved(flat(0.4, 0.2)), adv_std=unless_solved(flat(0.3)))  # fmt: skip
 add("rare rewards", "grpo", reward_total_mean=lambda share, rng: rng.binomial(32, 0.01) / 32,
     reward_correct_mean=lambda share, rng: rng.binomial(32, 0.02) / 32, reward_format_mean=flat(0.3))  # fmt: skip
 add("rare rewards become less rare", "grpo",
@@ -290,6 +297,9 @@ add("half of the gradients are infinite", "sft", "grad_norm_exploding",
     grad_norm=lambda share, rng: math.inf if rng.random() < 0.9 else 1.0)  # fmt: skip
 add("a validation without a number", "sft", "val_loss_not_finite", val=from_(0.8, SFT_VAL, NAN))
 add("vanishing gradients", "sft", "grad_norm_vanishing", grad_norm=falling(1.0, 1e-6, 20.0))
+add("vanishing gradients of the prompts that are not solved", "grpo", "grad_norm_vanishing",
+    loss=unless_solved(BASES["grpo"]["train/loss"]), grad_norm=unless_solved(falling(1.0, 1e-6, 20.0)),
+    adv_std=unless_solved(flat(0.3)))  # fmt: skip
 add("another schedule", "sft", "lr_schedule", lr=line(PEAK, 0.0, 0.0))
 add("a rate ten times too high", "sft", "lr_schedule", lr=flat(10 * PEAK, 0.0))
 

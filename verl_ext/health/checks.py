@@ -251,9 +251,14 @@ def val_loss_rising(view: HealthView) -> CheckResult | None:
 
 
 def grad_norm_size(view: HealthView) -> tuple[float] | None:
-    """The median of the recent gradient norms; None without advantages, which have their own rule."""
-    recent = view.recent(GRAD_NORM)
-    return None if recent is None or has_flat_advantages(view) else (float(np.median(recent)),)
+    """The median of the recent gradient norms; None without advantages, which have their own rule.
+
+    Steps whose prompts are all solved, or all unsolved, have no advantages and no gradient; they do not count.
+    """
+    spreads = dict(view.series(ADV_STD).points())
+    norms = [norm for step, norm in view.series(GRAD_NORM).points() if spreads.get(step, math.inf) > FLAT]
+    recent = norms[-view.limits.window :]
+    return None if len(recent) < view.limits.window or has_flat_advantages(view) else (float(np.median(recent)),)
 
 
 def share_of_large_norms(view: HealthView) -> tuple[float, int, float] | None:
