@@ -18,7 +18,7 @@ from verl_ext.monitor.chart_options import (
     comparison_options,
     rates_options,
 )
-from verl_ext.monitor.charts import CHARTS, charts_for, metric_hint, short_labels, unit_of
+from verl_ext.monitor.charts import CHARTS, Chart, charts_for, metric_hint, short_labels, unit_of
 from verl_ext.monitor.curves import (
     MAX_POINTS,
     MAX_SEGMENTS,
@@ -227,6 +227,23 @@ def test_charts_depend_on_logged_metrics() -> None:
     [functions] = [chart for chart in charts_for(grpo) if chart.name == "Reward by function"]
     assert functions.metrics == ("train/code_tests_mean", "train/my_own_mean")
     assert "Evaluation loss" not in [chart.name for chart in charts_for(["train/loss"])]
+
+
+def test_curves_beyond_the_last_color_differ_by_their_dashes() -> None:
+    curves, names = RunCurves(), tuple(f"train/reward_{number}_mean" for number in range(25))
+    curves.add([MetricsRow(step, 1, 1.0, dict.fromkeys(names, 1.0)) for step in range(1, 101)], {})
+    chart = Chart("Rewards", "", "", "", names)
+    rates = {name: {1: (0.5, 0.4, 0.6)} for name in names}
+    runs = dict.fromkeys(names, curves)
+    for options in (
+        chart_options(curves, chart, ChartStyle(0.0)),
+        chart_options(curves, chart, ChartStyle(0.9)),
+        comparison_options(runs, names[0], ChartStyle(0.0), {}),
+        rates_options(rates, None, ChartStyle(0.0)),
+    ):
+        drawn = [line for line in options["series"] if "opacity" not in line["lineStyle"]]
+        assert [line["name"] for line in drawn] == [*names]
+        assert len({(line["itemStyle"]["color"], line["lineStyle"]["type"]) for line in drawn}) == len(names)
 
 
 def test_every_chart_has_hint_in_both_languages() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,6 +43,9 @@ TOOLTIP = {
     "textStyle": {"fontSize": 12},
     "extraCssText": "max-width: min(80vw, 36rem); white-space: normal; overflow-wrap: anywhere; z-index: 5000",
 }
+LINE_TYPES = ("solid", "dashed", "dotted")
+Stroke = tuple[str, str]
+"""Color and line type of a curve."""
 RATE_UNIT = "rate"
 RATE_WITH_BAND = "rate; shaded: 95% CI"  # short, because a phone has 160 px beside the tools
 
@@ -87,8 +91,8 @@ def chart_options(
     style = replace(style, axis=style.axis if curves.has_axis(style.axis) else AXES[0])
     series = [
         line
-        for metric, color in zip(chart.metrics, SERIES)
-        for line in _lines((zoomed or curves.envelopes)[metric], curves, metric, color, style, weight, chart.scale)
+        for metric, stroke in zip(chart.metrics, strokes())
+        for line in _lines((zoomed or curves.envelopes)[metric], curves, metric, stroke, style, weight, chart.scale)
     ]
     ends = curves.ends(style.axis)
     labels = short_labels(chart.metrics, style.language)
@@ -129,12 +133,12 @@ def comparison_options(
     series: list[dict[str, Any]] = []
     ends: list[float] = []
     style = replace(style, axis=comparison_axis(runs.values(), style.axis))
-    for (name, curves), color in zip(runs.items(), SERIES):
+    for (name, curves), stroke in zip(runs.items(), strokes()):
         with curves.lock:
             if metric in curves.envelopes:
                 envelope = zoomed.get(name, curves.envelopes[metric])
                 by_step = style.axis == AXES[0]
-                lines = _lines(envelope, curves, metric, color, style, style.smoothing, by_step=by_step)
+                lines = _lines(envelope, curves, metric, stroke, style, style.smoothing, by_step=by_step)
                 series += [{**line, "name": name} for line in lines]
                 ends += curves.step_ends() if by_step else curves.ends(style.axis)
     return _curve_options(series, _shortened([*runs]), unit_of(metric), style, ends)
@@ -177,12 +181,13 @@ def rates_options(
         style: language and colors.
     """
     series: list[dict[str, Any]] = []
-    for (name, values), color in zip(rates.items(), SERIES):
+    for (name, values), (color, kind) in zip(rates.items(), strokes()):
         points = [[step, rate] for step, (rate, _, _) in values.items()]
-        series.append({**_line(name, color), "data": points, "symbol": "circle", "symbolSize": 8, "showSymbol": True})
+        marked = {"lineStyle": {"type": kind}, "symbol": "circle", "symbolSize": 8, "showSymbol": True}
+        series.append({**_line(name, color), "data": points, **marked})
     has_bands = any(low < high for values in rates.values() for _, low, high in values.values())
     if has_bands:
-        series += [_band(name, values, color) for (name, values), color in zip(rates.items(), SERIES)]
+        series += [_band(name, values, color) for (name, values), (color, _) in zip(rates.items(), strokes())]
     if best is not None and series:
         mark = {"xAxis": best, "lineStyle": {"color": GREEN}, "label": {"formatter": "★", "color": INK[style.dark]}}
         series[0]["markLine"] = {"silent": True, "symbol": "none", "data": [mark]}
@@ -219,7 +224,7 @@ def _lines(
     envelope: CurveEnvelope,
     curves: RunCurves,
     metric: str,
-    color: str,
+    stroke: Stroke,
     style: ChartStyle,
     smoothing: float,
     scale: float = 1.0,
@@ -235,21 +240,34 @@ def _lines(
         x, values = curves.without_lost_steps(x, values)
         middles, means = curves.without_lost_steps(middles, means)
         gaps = curves.without_lost_steps(np.array(gaps), np.array(gaps))[0].tolist()
+    color, kind = stroke
     line = _line(metric, color)
     raw = {
         **line,
         "data": _pairs_with_gaps(curves, x, values * scale, gaps, style.axis),
-        "lineStyle": {"width": 1.5},
+        "lineStyle": {"width": 1.5, "type": kind},
         "showSymbol": len(values) <= 1 + len(breaks_of(x, gaps)),  # no two points are connected
     }
     if is_validation(metric):
         return [{**raw, "showSymbol": True, "symbol": "circle", "symbolSize": 6}]
     if not is_worth_smoothing(len(values), smoothing):
         return [raw]
-    faint = {"lineStyle": {"width": 1, "opacity": FAINT}, "tooltip": {"show": False}, "silent": True, "z": 1}
+    faint = {
+        "lineStyle": {"width": 1, "opacity": FAINT, "type": kind},
+        "tooltip": {"show": False},
+        "silent": True,
+        "z": 1,
+    }
     means = smooth_parts(means, breaks_of(middles, gaps), smoothing)
     smoothed = _pairs_with_gaps(curves, middles, means * scale, gaps, style.axis)
-    return [{**line, "data": smoothed, "lineStyle": {"width": 2}}, {**raw, **faint}]
+    return [{**line, "data": smoothed, "lineStyle": {"width": 2, "type": kind}}, {**raw, **faint}]
+
+
+def strokes() -> Iterator[Stroke]:
+    """Yield the color and line type of each curve of a chart; after the last color, dashes tell curves apart."""
+    for kind in itertools.cycle(LINE_TYPES):
+        for color in SERIES:
+            yield color, kind
 
 
 def _line(name: str, color: str) -> dict[str, Any]:
