@@ -32,7 +32,7 @@ from verl_ext.monitor.charts import schedule_points
 from verl_ext.monitor.database import MonitorDatabase, database_for
 from verl_ext.monitor.follower import RunFollower
 from verl_ext.monitor.overview import num_alarms, worst_level
-from verl_ext.monitor.run_files import events_of_row
+from verl_ext.monitor.run_files import events_of_row, run_directories
 from verl_ext.monitor.server import csv_blocks, csv_lines, csv_response
 
 
@@ -75,6 +75,30 @@ def test_replaced_metrics_file_is_read_from_start(root: Path, follower: RunFollo
     look(follower)
     assert count(follower, "training_logs") == 3
     assert step_of(follower) == 3 and points(follower, "p/e") == ([1, 2, 3], [1, 2, 3])
+
+
+def test_runs_behind_links_are_found_once(root: Path, tmp_path: Path) -> None:
+    for path in ("checkpoints/p/e", "elsewhere/q/linked", "elsewhere/single", "data/run"):
+        write_record(tmp_path / path)
+    (root / "q").symlink_to(tmp_path / "elsewhere/q")
+    (root / "p/single").symlink_to(tmp_path / "elsewhere/single")
+    (root / "a").symlink_to(root / "p")
+    (root / "up").symlink_to("..")
+    (root / "self").symlink_to("self")
+    (root / "gone").symlink_to(tmp_path / "nothing")
+    (root / "p/circle").symlink_to(root)
+    (tmp_path / "elsewhere/q/circle").symlink_to(tmp_path / "elsewhere")
+    (root / "p/e/data").symlink_to(tmp_path / "data")
+    found, errors = run_directories(root)
+    assert (found, errors) == ([root / path for path in ("p/e", "p/single", "q/linked")], [])
+
+
+def test_outputs_of_runs_are_not_searched(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = ["global_step_ablation/wandb_sweep", "p/e", "p/e/nested", "p/wandb-test", "wandb/e"]
+    outputs = ["p/e/eval/eval_step_1", "p/e/global_step_1", "p/e/tensorboard", "p/e/wandb/run-1", "q/global_step_2.tmp"]
+    for path in [*runs, *outputs]:
+        write_record(root / path)
+    assert run_directories(root) == ([root / path for path in runs], [])
 
 
 def test_run_directory_is_never_modified(root: Path, follower: RunFollower) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,6 +26,9 @@ BLOCK_BYTES = 8 << 20
 """Number of bytes to read from a file at a time."""
 HEAD_BYTES = 128
 """Number of bytes at the start of a file that identify it."""
+_CHECKPOINT = re.compile(r"global_step_\d+(\.\w+)?")
+"""Names of checkpoints, including those that are being saved or removed."""
+_OUTPUTS = {"eval", "tensorboard", "wandb"}
 MAX_CACHED_CONFIGS = 32
 DEFAULT_LOG_EVERY = 10
 
@@ -32,15 +36,38 @@ DEFAULT_LOG_EVERY = 10
 def run_directories(root: Path) -> tuple[list[Path], list[OSError]]:
     """Return the directories below a root with a `run.json` or metrics, and errors for those that cannot be listed.
 
-    Checkpoints are not searched: they contain many files and no runs.
+    Links are followed last, so that a run below the root has its own path; those in a run lead to its data. Directories
+    with many files and no runs are not searched: checkpoints, and what a run and its evaluations write.
     """
     found: list[Path] = []
     errors: list[OSError] = []
-    for directory, below, names in os.walk(root, onerror=errors.append):
-        below[:] = [name for name in below if not name.startswith(("global_step_", "wandb"))]
-        if RUN_FILE in names or METRICS_FILE in names:
-            found.append(Path(directory))
+    seen = {_identity(each) for each in root.resolve().parents if each.exists()}  # a link to one of them is a circle
+    tops = [str(root)]
+    for top in tops:
+        for directory, below, names in os.walk(top, onerror=errors.append):
+            is_run = RUN_FILE in names or METRICS_FILE in names
+            kept = [each for each in below if not _CHECKPOINT.fullmatch(each) and not (is_run and each in _OUTPUTS)]
+            below[:] = sorted(kept)
+            try:
+                identity = _identity(directory)
+            except OSError as error:
+                errors.append(error)
+                continue
+            if identity in seen:
+                below.clear()
+                continue
+            seen.add(identity)
+            if is_run:
+                found.append(Path(directory))
+            else:
+                tops += [path for each in below if os.path.islink(path := os.path.join(directory, each))]
     return sorted(found), errors
+
+
+def _identity(directory: str | Path) -> tuple[int, int]:
+    """Return what all paths of a directory share."""
+    status = os.stat(directory)
+    return status.st_dev, status.st_ino
 
 
 def stamp_of(path: Path) -> str:
