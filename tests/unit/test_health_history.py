@@ -198,6 +198,23 @@ def test_rows_repeated_by_later_attempt_are_replaced(tmp_path: Path) -> None:
     assert read_history(tmp_path / "none", ATTEMPTS)[0].step == 0
 
 
+@pytest.mark.parametrize(
+    ("second", "third", "kept"),
+    [
+        ({"first_step": 1, "last_step": 1}, {"first_step": 3}, [1, 2, 3, 4]),  # it ended before its first step
+        ({"first_step": 1, "last_step": None}, {"first_step": 3}, [1, 2, 3, 4]),  # it was killed before
+        ({"first_step": 1, "last_step": 2}, {"first_step": 3}, [1, 4]),
+        ({"first_step": 3, "last_step": 3}, {"first_step": 1, "last_step": None}, [1, 4]),  # it may log soon
+    ],
+)
+def test_attempt_without_steps_discards_nothing(
+    second: dict[str, int | None], third: dict[str, int | None], kept: list[int]
+) -> None:
+    attempts = [{"attempt": 1, "first_step": 0, "last_step": 3}, {"attempt": 2, **second}, {"attempt": 3, **third}]
+    rows = [*(row(1, step) for step in (1, 2, 3)), row(3, 4)]
+    assert [each["step"] for each in effective_rows(iter(rows), attempts)] == kept
+
+
 def calls_to_read(run_dir: Path, num_metrics: int) -> int:
     """The number of function calls while a history of 1,000 rows is read."""
     run_dir.mkdir()

@@ -192,8 +192,18 @@ class MetricHistory:
 
 
 def rewinds(attempts: Sequence[Mapping[str, Any]]) -> dict[int, int]:
-    """Return the step from which each attempt resumed, by its number; it discarded all later steps before it."""
-    return {each["attempt"]: first for each in attempts if (first := each.get("first_step")) is not None}
+    """Return the step from which each attempt resumed, by its number; it discarded all later steps before it.
+
+    An attempt that completed no step discarded nothing, because the next one may resume from a later step; only the
+    newest may still complete some.
+    """
+    found: dict[int, int] = {}
+    for each in attempts:
+        first, last = each.get("first_step"), each.get("last_step", math.inf)
+        has_steps = each is attempts[-1] or (last is not None and last > (first or 0))
+        if first is not None and has_steps:
+            found[each["attempt"]] = first
+    return found
 
 
 def effective_rows(rows: Iterator[dict[str, Any]], attempts: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -177,7 +177,7 @@ def _digest(start: bytes) -> str:
 
 def with_counts(record: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """Return a record with None in place of named values that are not counts, because the pages calculate with them."""
-    return {**record, **{name: None for name in names if not is_count(record.get(name))}}
+    return {**record, **{name: None for name in names if name in record and not is_count(record[name])}}
 
 
 def parse_rows(lines: Sequence[bytes]) -> tuple[list[MetricsRow], list[bytes], int]:
