@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from nicegui.events import ValueChangeEventArguments
 from tests.helpers.monitor import following, look, write_evaluation, write_record, write_rows
 from tests.helpers.pages import element, on_client, panel_of, texts_of
 from verl_ext.config.schema import to_yaml
+from verl_ext.health import checklist
 from verl_ext.monitor import charts, file_panels, page
 from verl_ext.monitor.charts import short_names
 from verl_ext.monitor.configuration import ConfigurationPanel
@@ -235,6 +237,27 @@ def test_link_keeps_run_and_comparison(root: Path, follower: RunFollower) -> Non
         shown = MonitorPage(follower, PageState.from_query("?run=p%2Fold&tab=Compare&runs=p%2Fold&runs=p%2Fnew"))
         await shown.update_panel()
         assert shown.state.runs == ("p/old", "p/new") == tuple(element(client, "compared").value)
+
+    on_client(check)
+
+
+def test_charts_pause_while_rows_arrive_quickly(
+    root: Path, follower: RunFollower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page, "time", clock := SimpleNamespace(monotonic=lambda: clock.now, now=100.0))
+
+    async def check(client: Client) -> None:
+        shown = MonitorPage(follower, PageState(run="p/old"))
+        drawn = []
+        for step in range(6, 26):
+            clock.now += 0.5
+            write_rows(root / "p/old", 1, range(step, step + 1))
+            look(follower)
+            shown.update_status()
+            assert element(client, "value Current step").text == str(step)
+            await shown.update_panel()
+            drawn.append(element(client, "chart Loss").options["series"][0]["data"][-1][0])
+        assert drawn == [5] * 4 + [10] * 5 + [15] * 5 + [20] * 5 + [25]  # every 2.5 s
 
     on_client(check)
 
@@ -646,6 +669,7 @@ def test_log_search_finds_new_lines(source: str, root: Path, follower: RunFollow
 def test_equal_health_is_not_drawn_again(root: Path, follower: RunFollower, monkeypatch: pytest.MonkeyPatch) -> None:
     (root / "p/old/config.yaml").write_text(to_yaml(load_config("sft", [])))
     monkeypatch.setattr(file_panels, "_files_state", lambda directory: object())  # always due
+    monkeypatch.setattr(checklist, "silence_s", lambda run, last_row: 5.0)  # the page names the seconds
 
     async def check(client: Client) -> None:
         panel = panel_of(HealthPanel, follower, PageState(run="p/old"))

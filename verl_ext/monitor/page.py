@@ -220,7 +220,7 @@ class MonitorPage:
             self._panel: Panel = kind(self.follower, self.state, self.go)
             ui.timer(UPDATE_S, self.update_panel)  # ends with the panel, even while it reads slow files
             if isinstance(self._panel, TrainingPanel):  # the page arrives with its charts, others read files
-                self._shown = self._news()
+                self._shown, self._last_look = self._news(), time.monotonic()
                 self._panel.redraw()
 
     # Updates
@@ -245,9 +245,10 @@ class MonitorPage:
         return self.follower.version, run and self.follower.curves(run).version
 
     async def update_panel(self) -> None:
-        """Update the open panel; panels that read files are updated less often."""
+        """Update the open panel; charts, and panels that read files, are updated less often."""
         panel, news = self._panel, self._news()
-        is_due = time.monotonic() - self._last_look > panel.period_s if panel.period_s else news != self._shown
+        waited = time.monotonic() - self._last_look
+        is_due = waited > panel.period_s if panel.period_s else news != self._shown and waited > panel.pause_s
         if self._shown is None or is_due:
             self._shown, self._last_look = news, time.monotonic()
             await panel.show()

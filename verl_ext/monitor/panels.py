@@ -50,6 +50,8 @@ from verl_ext.monitor.text import format_number
 
 GRID = "w-full grid grid-cols-1 lg:grid-cols-2 gap-4"
 DEFAULT_RATES = ("accepted_at_1", "exec_success_rate")
+CHARTS_S = 2.0
+"""Minimum seconds between two updates of charts, which send all of their points."""
 ZOOM_S = 0.1
 """Seconds between two reads of finer points while a visitor zooms."""
 KEEP_WINDOW = """((chart, zoom, axis) => {
@@ -149,6 +151,8 @@ class Panel:
 
     period_s = 0.0
     """Seconds between two reads of the panel's own files; 0 redraws the panel whenever there are new rows."""
+    pause_s = 0.0
+    """Minimum seconds between two redraws because of new rows."""
 
     def __init__(self, follower: RunFollower, state: PageState, go: Go) -> None:
         self.follower, self.state, self.go = follower, state, go
@@ -283,6 +287,8 @@ class ChartCard:
 
 class TrainingPanel(Panel):
     """The charts of one run, and the style controls."""
+
+    pause_s = CHARTS_S
 
     def build(self) -> None:
         """Create the controls and the grids of the charts."""
@@ -457,7 +463,7 @@ def _is_number(value: Any) -> bool:
 class ComparePanel(Panel):
     """Metrics of several runs, their latest values, and the configuration keys that differ."""
 
-    period_s = 1.0
+    period_s = CHARTS_S
 
     def build(self) -> None:
         """Create the selectors and the boxes for charts and tables."""

@@ -22,6 +22,8 @@ from verl_ext.monitor.database import MonitorDatabase
 from verl_ext.monitor.follower import RunFollower
 
 TITLE = "Training monitor"
+RECONNECT_S = 15.0
+"""Seconds for which a page whose connection is slow or interrupted keeps its state."""
 _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 """Prefixes of texts that a spreadsheet evaluates as formulas."""
 BLOCK_LINES = 1000
@@ -60,6 +62,7 @@ def serve(root: Path, database: Path, host: str, port: int, token: str | None) -
         storage_secret=secret,
         session_middleware_kwargs={"session_cookie": cookie_of(secret, "verl_ext_monitor_session")},
         title=TITLE,
+        reconnect_timeout=RECONNECT_S,
     )
 
 
