@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import socket
 import sqlite3
 import time
 from pathlib import Path
@@ -442,6 +443,8 @@ def test_database_is_in_user_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first, second = database_for(tmp_path / "a"), database_for(tmp_path / "b")
     assert first != second and first.is_relative_to(tmp_path / "verl_ext")
+    monkeypatch.setattr(socket, "gethostname", lambda: "another")  # with the same home directory
+    assert database_for(tmp_path / "a") != first
     (tmp_path / "file").write_text("no database" * 100)
     with pytest.raises(UserError, match="--database"):
         MonitorDatabase(tmp_path / "file")

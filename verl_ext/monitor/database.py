@@ -6,6 +6,7 @@ It is a cache of the runs' files and may be deleted at any time. Another version
 from __future__ import annotations
 
 import hashlib
+import socket
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -498,6 +499,9 @@ def _event(row: sqlite3.Row) -> tuple[int, LogEvent]:
 
 
 def database_for(root: Path) -> Path:
-    """Return the default path of a root's database, in the user's cache."""
+    """Return the default path of a root's database, in the user's cache.
+
+    Each host has its own, because hosts that share a home directory over a network must not share a file in WAL mode.
+    """
     name = hashlib.sha256(str(root.resolve()).encode()).hexdigest()[:12]
-    return user_cache_dir() / f"monitor-{name}.sqlite"
+    return user_cache_dir() / f"monitor-{socket.gethostname()}-{name}.sqlite"
