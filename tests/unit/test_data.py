@@ -246,6 +246,16 @@ def test_tools_that_template_omits_are_rejected(tools: Any, tokenizer: PreTraine
         dataset_of([{"messages": CHAT, "tools": tools}], tokenizer, tmp_path)
 
 
+@pytest.mark.parametrize("tools", [[], "[]", ""])
+def test_empty_tools_count_as_none(tools: Any, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    """Llama 3.1's template tests whether tools are none, and would ask the model to call one of no tools."""
+    tokenizer.chat_template = (
+        "{% if tools is defined and tools is not none %}Call one of {{ tools }}.\n{% endif %}" + QWEN25_TEMPLATE
+    )
+    expected = dataset_of([{"messages": CHAT}], tokenizer, tmp_path)[0]["input_ids"].tolist()
+    assert dataset_of([{"messages": CHAT, "tools": tools}], tokenizer, tmp_path)[0]["input_ids"].tolist() == expected
+
+
 def test_system_turn_that_template_omits_is_rejected(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     rows = [{"messages": CHAT}, {"messages": [{"role": "system", "content": "Be brief."}, *CHAT]}]
     dataset_of(rows, tokenizer, tmp_path)

@@ -123,7 +123,7 @@ def test_token_cache_key_matches_record(tokenizer: Any, tmp_path: Path) -> None:
     samples = tokenize(words, tokenizer)
     assert samples[0] == {"input_ids": [1, 3, 5, 7, 2, 1, 4, 6, 7, 2], "loss_mask": [0, 0, 0, 0, 0, 0, 0, 1, 1, 1]}
     [kept] = tmp_path.iterdir()
-    assert kept.name == "ba58f981d67b50870a8c38e025b3fddffc79744bf4380936df4e4cc7efb7dc3b.arrow"
+    assert kept.name == "511bbcc648571c9c42f0b84ed12aaf8fbe81e3f796c128692da771f5ec410763.arrow"
     tokenize((*words, "data.train_max_samples=1"), tokenizer)
     assert len(list(tmp_path.iterdir())) == 2
 

@@ -488,10 +488,11 @@ class ChatEncoder:
         found = {name: drop_nulls(record[key]) for name, key in keys.items() if key in record}
         if isinstance(found.get("tools"), str):  # JSON text, because a parquet column has a single type
             try:
-                found["tools"] = json.loads(found["tools"])
+                found["tools"] = json.loads(found["tools"] or "[]")
             except (ValueError, RecursionError) as error:
                 raise UserError(f"its column '{keys['tools']}' is not JSON ({error}); write a list of tools") from error
-        return {name: value for name, value in found.items() if value is not None}
+        # Some templates, such as Llama 3.1's, write the prompt for tools also for an empty list.
+        return {name: value for name, value in found.items() if value is not None and value != []}
 
     def _truncate(self, encoded: Encoded) -> tuple[list[int], list[int], bool]:
         if isinstance(encoded, UserError):

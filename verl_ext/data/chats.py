@@ -33,7 +33,7 @@ from verl_ext.data.dataset import SampleDataset, TokenDataset, count_parquet_row
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.files import file_digest, user_cache_dir
 
-VERSION = 6
+VERSION = 7
 """Version of the tokenization and of the cache key; increasing it invalidates all cached files."""
 CHUNK = 1000
 """Chats per tokenizer call; the tokenizer is fast only in large batches."""
