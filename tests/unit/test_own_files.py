@@ -179,6 +179,28 @@ def test_converts_parquet_of_other_layouts(repository: Path, columns: dict[str, 
 @pytest.mark.parametrize(
     ("columns", "words"),
     [
+        ({"messages": TURNS}, []),
+        ({"talk": TURNS}, ["data.multiturn.messages_key=talk"]),
+        ({"question": ["q0", "q1", "q2"], "answer": ["r"] * 3}, ["data.multiturn.enable=false"]),
+    ],
+)
+@pytest.mark.parametrize("name", ["system", "system_prompt"])
+def test_converts_parquet_with_system_column(
+    repository: Path, name: str, columns: dict[str, object], words: list[str]
+) -> None:
+    """Training reads only the chats, so it would ignore the column."""
+    parquet.write_table(pyarrow.table({**columns, name: ["s"] * 3}), "mine.parquet")
+    config = launched("data.train_files=mine.parquet", "data.val_files=null", *words)
+    [command] = conversions(config)
+    prepare(command)
+    system = {"role": "system", "content": "s"}
+    assert parquet.read_table(config.data.train_files).column("messages").to_pylist() == [[system, *t] for t in TURNS]
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"messages": TURNS, "system": [None] * 3}, []),
         ({"messages": TURNS, "prompt": ["p"] * 3, "response": ["r"] * 3}, []),
         ({"messages": [None, *TURNS[1:]]}, []),
         ({"talk": TURNS, "prompt": ["p"] * 3, "response": ["r"] * 3}, ["data.multiturn.messages_key=talk"]),
@@ -233,6 +255,18 @@ def test_converts_flat_parquet_for_grpo(repository: Path) -> None:
         assert not conversions(
             launched(f"data.train_files={path}", "data.val_files=null", "data.eval_every_steps=0", stage="grpo")
         )
+
+
+def test_converts_parquet_with_system_column_for_grpo(repository: Path) -> None:
+    truths = [{"style": "rule", "ground_truth": "1"}] * 2
+    parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "system": ["s"] * 2, "reward_model": truths}), "p.parquet")
+    words = ("data.train_files=p.parquet", "data.val_files=null", "data.eval_every_steps=0")
+    config = launched(*words, stage="grpo")
+    [command] = conversions(config)
+    prepare(command)
+    rows = parquet.read_table(config.data.train_files).to_pylist()
+    assert [[turn["content"] for turn in row["prompt"]] for row in rows] == [["s", "a"], ["s", "b"]]
+    assert [row["reward_model"] for row in rows] == truths
 
 
 def test_inputs_of_caller_directory_are_found(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:

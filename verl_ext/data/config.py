@@ -21,6 +21,8 @@ MESSAGES_KEYS = ("messages", "conversation", "conversations")
 PROMPT_KEYS = ("prompt", "instruction", "question", "query", "input")
 RESPONSE_KEYS = ("response", "completion", "answer", "output")
 """Columns in which the conversion of chats looks for turns, prompts and answers, in this order."""
+SYSTEM_KEYS = ("system", "system_prompt")
+"""Text columns that the conversion turns into a system turn."""
 PREFERENCE_KEYS = ("chosen", "rejected")
 """Columns of the two answers of preference data."""
 
@@ -139,8 +141,13 @@ class ChatDataConfig(TextDataConfig):
         return {"data.prompt_key": self.prompt_key, "data.response_key": self.response_key}
 
     def is_raw(self, name: str) -> bool:
-        """Whether a data file must be converted: JSON, CSV, and parquet with chats in another layout than OpenAI's."""
-        return super().is_raw(name) or (self.multiturn.enable and self._has_other_layout(Path(name).expanduser()))
+        """Whether a data file must be converted: JSON, CSV, and parquet with system columns or in other layouts."""
+        path = Path(name).expanduser()
+        return (
+            super().is_raw(name)
+            or has_system_column(path, self.columns.values())
+            or (self.multiturn.enable and self._has_other_layout(path))
+        )
 
     def _has_other_layout(self, path: Path) -> bool:
         """Whether a parquet file cannot be trained on, but has the columns or the types of a layout to convert."""
@@ -156,7 +163,7 @@ class ChatDataConfig(TextDataConfig):
             is_known = has_pair or {*PREFERENCE_KEYS} <= names or not names.isdisjoint(MESSAGES_KEYS)
             return key == "messages" and is_known
         kind = schema.field(key).type
-        if types.is_string(kind) or types.is_large_string(kind):  # JSON text
+        if _is_text(kind):  # JSON text
             return True
         if not (types.is_list(kind) or types.is_large_list(kind)):
             return False
@@ -192,8 +199,13 @@ class PromptDataConfig(EvaluatedDataConfig, TextDataConfig):
     max_response_length: int = setting(512, "Maximum completion tokens; longer ones are truncated", ge=1)
 
     def is_raw(self, name: str) -> bool:
-        """Whether a data file must be converted: JSON, CSV, and parquet with answers outside verl's RL columns."""
-        return super().is_raw(name) or has_flat_columns(Path(name).expanduser(), self.prompt_key)
+        """Whether a data file must be converted: JSON, CSV, and parquet with other columns than verl's RL format."""
+        path = Path(name).expanduser()
+        return (
+            super().is_raw(name)
+            or has_system_column(path, self.columns.values())
+            or has_flat_columns(path, self.prompt_key)
+        )
 
 
 @dataclass(kw_only=True)
@@ -326,6 +338,21 @@ def has_flat_columns(path: Path, prompt_key: str) -> bool:
         return False
     columns = {*schema.names}
     return not columns & {"reward_model", "extra_info"} and not columns <= {prompt_key, "data_source", "ability"}
+
+
+def has_system_column(path: Path, columns: Iterable[str]) -> bool:
+    """Whether a parquet file has all the given columns, and system prompts in a column that training does not read."""
+    schema = read_schema(path)
+    if schema is None or not {*columns} <= {*schema.names}:
+        return False
+    return any(name in SYSTEM_KEYS and _is_text(schema.field(name).type) for name in schema.names)
+
+
+def _is_text(kind: Any) -> bool:
+    from pyarrow import types
+
+    kind = kind.value_type if types.is_dictionary(kind) else kind
+    return bool(types.is_string(kind) or types.is_large_string(kind))
 
 
 def read_schema(path: Path) -> Any:

@@ -15,14 +15,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_ext.commands import program
-from verl_ext.data.config import DEVELOPER, MESSAGES_KEYS, PREFERENCE_KEYS, PROMPT_KEYS, RESPONSE_KEYS, ROLES
+from verl_ext.data.config import (
+    DEVELOPER,
+    MESSAGES_KEYS,
+    PREFERENCE_KEYS,
+    PROMPT_KEYS,
+    RESPONSE_KEYS,
+    ROLES,
+    SYSTEM_KEYS,
+)
 from verl_ext.data.dataset import ORIGIN_KEY
 from verl_ext.data.prepare.tables import Row, RowError
 from verl_ext.errors import UserError
 
 INPUT_KEYS = ("input", "context")
 """Columns that continue an `instruction`."""
-SYSTEM_KEYS = ("system", "system_prompt")
 HISTORY_KEY = "history"
 TOOLS_KEY = "tools"
 MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")

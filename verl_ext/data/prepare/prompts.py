@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from verl_ext.data.config import SYSTEM_KEYS
 from verl_ext.data.dataset import ANSWER_KEYS, ORIGIN_KEY, TOOLS_FAULT
 from verl_ext.data.prepare.command import PrepareCommand, PrepareResult
 from verl_ext.data.prepare.conversation import (
     MEDIA_KEYS,
-    SYSTEM_KEYS,
     TOOLS_KEY,
     check_turns,
     decoded_turns,

@@ -120,7 +120,8 @@ def convert_raw_files(data: ChatDataConfig | PromptDataConfig, has_val_files: bo
         for key in ("prompt_dict_keys", "response_dict_keys"):
             if getattr(data, key) is not None:
                 raise UserError(
-                    f"data.{key} does not apply to JSON or CSV files; set it to null, or convert to parquet"
+                    f"data.{key} does not apply to files that are converted; set it to null, or write parquet files "
+                    "with the columns of verl's SFT format and without a column of system prompts"
                 )
         converts_train, converts_val = True, bool(val)  # all files of a run have the same columns
     commands: list[str] = []
