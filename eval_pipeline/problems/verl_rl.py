@@ -16,6 +16,7 @@ from eval_pipeline.problems.formats import bare_reference, damage_of_reference
 from eval_pipeline.problems.problem import Problem
 from eval_pipeline.problems.python_source import PARSE_ERRORS, fault_of_test, parse
 from eval_pipeline.problems.record import Record
+from verl_ext.chat_text import decoded_turns
 from verl_ext.console import warn
 from verl_ext.errors import UserError, one_line
 from verl_ext.files import parse_json
@@ -65,7 +66,10 @@ def _turns(record: Record) -> list[tuple[str, str]]:
         raise record.error(
             "it has tools, which evaluation does not render; describe them in the system turn, and remove 'tools'"
         )
-    turns = record.fields.get("prompt")
+    try:
+        turns = decoded_turns(record.fields.get("prompt"))
+    except UserError as error:
+        raise record.error(str(error)) from error
     if isinstance(turns, str):
         return [("user", record.text("prompt"))]
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, Mapping) for turn in turns):

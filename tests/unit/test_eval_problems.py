@@ -99,6 +99,9 @@ def test_verl_prompt_is_text_or_turns_ending_with_user(tmp_path: Path) -> None:
     for prompt in others:
         with pytest.raises(UserError, match="line 1: .*'prompt' must be"):
             load(tmp_path, "verl", {**VERL, "prompt": prompt})
+    assert load(tmp_path, "verl", {**VERL, "prompt": json.dumps(VERL["prompt"])}) == load(tmp_path, "verl", VERL)
+    with pytest.raises(UserError, match="line 1: .*turns as text that is not JSON"):
+        load(tmp_path, "verl", {**VERL, "prompt": str(VERL["prompt"])})
     with pytest.raises(UserError, match="line 1"):
         load(tmp_path, "verl", {**VERL, "reward_model": None})
     with pytest.raises(UserError, match="line 1: it has tools"):

@@ -358,15 +358,26 @@ def test_gsm8k_prompts_match_verl_format(tmp_path: Path, tokenizer: PreTrainedTo
         ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "last turn"),
         ([], "not a list of turns"),
         (None, "is null; drop the row, or convert .*prepare prompts"),
+        ("[{'role': 'user', 'content': 'a'}]", "turns as text that is not JSON"),
     ],
 )
 def test_invalid_prompts_are_rejected_with_row(
     prompt: Any, says: str, quickstart: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     path = tmp_path / "prompts.parquet"
-    pd.DataFrame({"prompt": [[{"role": "user", "content": "fine"}], prompt]}).to_parquet(path)
+    fine: Any = [{"role": "user", "content": "fine"}]
+    pd.DataFrame({"prompt": ["fine" if isinstance(prompt, str) else fine, prompt]}).to_parquet(path)
     with pytest.raises(UserError, match=f"prompts.parquet row 1 .*{says}"):
         PromptDataset(str(path), tokenizer, config_with(quickstart, tmp_path).data)
+
+
+def test_turns_as_json_text_are_decoded(quickstart: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
+    data, path = config_with(quickstart, tmp_path).data, tmp_path / "prompts.parquet"
+    pd.DataFrame({"prompt": [turns]}).to_parquet(path)
+    expected = PromptDataset(str(path), tokenizer, data)[0]["prompt_text"]
+    pd.DataFrame({"prompt": [json.dumps(turns, indent=1)]}).to_parquet(path)
+    assert PromptDataset(str(path), tokenizer, data)[0]["prompt_text"] == expected
 
 
 CALLS = [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]

@@ -5,10 +5,13 @@ from __future__ import annotations
 import gzip
 import json
 import re
+from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 from transformers import AutoTokenizer
 
@@ -506,6 +509,34 @@ def test_reads_supported_file_formats(tmp_path: Path, name: str, content: str) -
     for damaged in (b"{}", compressed[1][:-9]):
         with pytest.raises(UserError, match="cannot decompress .* compress it again"):
             converted(tmp_path, compressed[0], damaged)
+
+
+TURNS = [{"role": "user", "content": "it's u"}, {"role": "assistant", "content": "a"}]
+SHAREGPT_TURNS = [{"from": "human", "value": "it's u"}, {"from": "gpt", "value": "a"}]
+
+
+@pytest.mark.parametrize("write", [json.dumps, partial(json.dumps, indent=1), lambda turns: f"\n {json.dumps(turns)} "])
+def test_turns_in_csv_are_json(tmp_path: Path, write: Callable[[Any], str]) -> None:
+    rows = [{"prompt": write(TURNS[:1]), "completion": write(TURNS[1:])}]
+    pd.DataFrame(rows).to_csv(tmp_path / "in.csv", index=False)
+    [row] = converted(tmp_path, "in.csv", (tmp_path / "in.csv").read_text())
+    assert row["messages"] == TURNS
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"prompt": TURNS[:1], "completion": TURNS[1:]},
+        {"prompt": [dict(reversed(TURNS[0].items()))], "completion": "a"},
+        {"messages": TURNS},
+        {"conversations": SHAREGPT_TURNS},
+    ],
+)
+def test_turns_in_notation_of_python_are_rejected(tmp_path: Path, columns: Row) -> None:
+    """As pandas writes them to CSV files; they would become the text of a turn."""
+    pd.DataFrame([columns]).to_csv(tmp_path / "in.csv", index=False)
+    with pytest.raises(UserError, match=r"row 1: it has turns as text that is not JSON .*; store them as JSON"):
+        converted(tmp_path, "in.csv", (tmp_path / "in.csv").read_text())
 
 
 def test_directory_is_rejected_with_its_files(tmp_path: Path) -> None:

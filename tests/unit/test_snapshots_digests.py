@@ -139,7 +139,7 @@ def test_conversion_directories_match_record() -> None:
         for command, name in (("sft", "chats.jsonl"), ("grpo", "prompts.jsonl"))
     ]
     found = [re.findall(r"--output (data/\S+)", output)[0] for output in run_modules(commands)]
-    assert found == ["data/chats-16ba79f4cab6", "data/prompts-f3c0d8d1e4fd"]
+    assert found == ["data/chats-f7f423abaede", "data/prompts-a0ed20af8cbb"]
 
 
 def test_sample_seeds_match_record() -> None:

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jinja2 import TemplateError
 
-from verl_ext.data.config import DEVELOPER, ROLES, ChatDataConfig
+from verl_ext.chat_text import DEVELOPER, ROLES
+from verl_ext.data.config import ChatDataConfig
 from verl_ext.data.dataset import conversion_advice, drop_nulls, place_of, require_columns
 from verl_ext.data.training_templates import TEMPLATE_NAMES, marks_generation, read_chat_template, without_date
 from verl_ext.errors import UserError

@@ -14,9 +14,6 @@ ALL = (-1, "all")
 VQA_METRICS = ("vqa", "cider")
 """Metrics that compare answers with references: VQA soft accuracy, or CIDEr for captions."""
 RAW_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".jsonl.gz", ".json.gz", ".csv.gz", ".tsv.gz")
-ROLES = ("system", "user", "assistant", "tool")
-DEVELOPER = "developer"
-"""OpenAI's newer name of the role system; converted to it."""
 MESSAGES_KEYS = ("messages", "conversation", "conversations")
 PROMPT_KEYS = ("prompt", "instruction", "question", "query", "input")
 RESPONSE_KEYS = ("response", "completion", "answer", "output")

@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from verl_ext.chat_text import decoded_turns
 from verl_ext.console import print_line, progress_bar
 from verl_ext.data.chat_template import TEMPLATE_ERRORS, ChatTemplate, check_messages, clock_arguments
 from verl_ext.data.config import PromptDataConfig, file_list
@@ -97,7 +98,7 @@ class PromptDataset(SampleDataset):
         if record.get("tools") not in (None, "", "[]", []):
             raise UserError("; ".join(TOOLS_FAULT))
         key = self._config.prompt_key
-        prompt = record.get(key)
+        prompt = decoded_turns(record.get(key))
         if isinstance(prompt, str):
             return [{"role": "user", "content": prompt}]
         return check_messages(prompt, key, is_prompt=True)

@@ -236,7 +236,7 @@ COMMAND = PrepareCommand(
     ),
     example="chat --input mine.jsonl --exclude data/quickstart/problems.jsonl --output data/mine",
     next_command="sft 2 recipe=smollm2_135m trainer.experiment_name=mine",
-    version=3,
+    version=4,
     add_arguments=add_arguments,
     run=prepare_chats,
 )

@@ -14,16 +14,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verl_ext.chat_text import DEVELOPER, FUNCTION_CALL, ROLES, SHAREGPT_ROLES, decoded_turns
 from verl_ext.commands import program
-from verl_ext.data.config import (
-    DEVELOPER,
-    MESSAGES_KEYS,
-    PREFERENCE_KEYS,
-    PROMPT_KEYS,
-    RESPONSE_KEYS,
-    ROLES,
-    SYSTEM_KEYS,
-)
+from verl_ext.data.config import MESSAGES_KEYS, PREFERENCE_KEYS, PROMPT_KEYS, RESPONSE_KEYS, SYSTEM_KEYS
 from verl_ext.data.dataset import ORIGIN_KEY
 from verl_ext.data.prepare.tables import Row, RowError
 from verl_ext.errors import UserError
@@ -45,12 +38,6 @@ VERDICT_KEYS = ("label", "kto_tag")
 """Columns that are false for a rejected answer, in data for KTO."""
 FALSE_TEXTS = {"label": ("false",), "kto_tag": ("false", "0", "0.0")}
 """False as text, which is all that CSV files hold. A label 0 may also be a class."""
-FUNCTION_CALL = "function_call"
-SHAREGPT_ROLES = {
-    **{role: role for role in (*ROLES, DEVELOPER, FUNCTION_CALL)},
-    **{"human": "user", "gpt": "assistant", "chatgpt": "assistant"},
-    **{"observation": "tool", "function_response": "tool"},
-}
 TURN_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking", "id", "index")
 """Accepted keys of a turn. Other non-null keys are refused: they may hold text, or exclude the turn from training."""
 
@@ -198,7 +185,7 @@ def _check_layout(row: Row, layout: ChatLayout, keys: ChatColumns) -> None:
 
 def _extract_turns(row: Row, layout: ChatLayout) -> list[Any]:
     if layout.messages is not None:
-        turns = from_json_text(row[layout.messages])
+        turns = from_json_text(from_turns_text(row[layout.messages]))
         if not isinstance(turns, list):
             raise RowError(f"its column {layout.messages!r} is not a list of turns")
     else:
@@ -247,7 +234,7 @@ def _history(value: Any) -> Iterator[Row]:
 
 def _column_turns(value: Any, role: str) -> list[Any]:
     """Convert a column to turns; it holds a text, or in TRL's conversational format a list of turns."""
-    turns = decoded_turns(value)
+    turns = from_turns_text(value)
     is_list = isinstance(turns, list) and any(isinstance(turn, dict) and "role" in turn for turn in turns)
     return turns if is_list else [{"role": role, "content": value}]
 
@@ -354,8 +341,12 @@ def check_turns(messages: list[Row], *, is_prompt: bool = False) -> None:
     try:
         check_messages(messages, is_prompt=is_prompt)
     except UserError as error:
-        reason, _, fix = str(error).partition("; ")
-        raise RowError(reason, fix) from error
+        raise _row_error(error) from error
+
+
+def _row_error(error: UserError) -> RowError:
+    reason, _, fix = str(error).partition("; ")
+    return RowError(reason, fix)
 
 
 def from_json_text(value: Any) -> Any:
@@ -366,9 +357,16 @@ def from_json_text(value: Any) -> Any:
         return value
 
 
-def decoded_turns(value: Any) -> Any:
-    """Decode a text that starts as a JSON list of turns; return anything else unchanged."""
-    return from_json_text(value) if isinstance(value, str) and value.startswith("[{") else value
+def from_turns_text(value: Any) -> Any:
+    """Decode a text that is a JSON list of turns; return anything else unchanged.
+
+    Raises:
+        RowError: a text begins like a list of turns, but is not JSON.
+    """
+    try:
+        return decoded_turns(value)
+    except UserError as error:
+        raise _row_error(error) from error
 
 
 def _is_sharegpt(turns: Any) -> bool:

@@ -16,8 +16,8 @@ from verl_ext.data.prepare.conversation import (
     MEDIA_KEYS,
     TOOLS_KEY,
     check_turns,
-    decoded_turns,
     from_json_text,
+    from_turns_text,
     to_turns,
 )
 from verl_ext.data.prepare.tables import (
@@ -124,7 +124,7 @@ def _first_filled(row: Row, names: tuple[str, ...]) -> str | None:
 
 
 def _prompt_turns(prompt: Any, system: Any, notes: Counter[str]) -> list[Row]:
-    turns = decoded_turns(prompt)
+    turns = from_turns_text(prompt)
     messages = to_turns(turns if isinstance(turns, list) else [{"role": "user", "content": prompt}], notes)
     check_turns(messages, is_prompt=True)
     if not any(message["content"].strip() for message in messages if message["role"] == "user"):
@@ -224,7 +224,7 @@ COMMAND = PrepareCommand(
     next_command=(
         "grpo 2 recipe=custom model.partial_pretrain=MODEL reward.functions=[{reward}] trainer.experiment_name=mine"
     ),
-    version=2,
+    version=3,
     add_arguments=add_arguments,
     run=prepare_prompts,
 )
