@@ -17,6 +17,8 @@ SHAREGPT_ROLES = {
     **{"human": "user", "gpt": "assistant", "chatgpt": "assistant"},
     **{"observation": "tool", "function_response": "tool"},
 }
+_KEYS, _CONTENT = {"role", "from"}, {"content", "value", "tool_calls"}
+"""Keys of turns, of which each turn has at least one."""
 _OBJECTS = re.compile(r"\s*\[\s*\{")
 """The start of a list of objects."""
 _TURNS = re.compile(
@@ -44,4 +46,10 @@ def decoded_turns(value: Any) -> Any:
                 "pandas with df[column].map(json.dumps)"
             ) from error
         return value
-    return turns
+    return turns if _are_turns(turns) else value
+
+
+def _are_turns(items: list[Any]) -> bool:
+    """Whether a list holds turns, and not other objects that have a role, such as persons."""
+    are_turns = all(isinstance(item, dict) and _KEYS & item.keys() and _CONTENT & item.keys() for item in items)
+    return are_turns and any(str(item.get("role", item.get("from"))) in SHAREGPT_ROLES for item in items)

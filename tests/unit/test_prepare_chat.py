@@ -515,9 +515,10 @@ TURNS = [{"role": "user", "content": "it's u"}, {"role": "assistant", "content":
 SHAREGPT_TURNS = [{"from": "human", "value": "it's u"}, {"from": "gpt", "value": "a"}]
 
 
+@pytest.mark.parametrize("turns", [TURNS, SHAREGPT_TURNS])
 @pytest.mark.parametrize("write", [json.dumps, partial(json.dumps, indent=1), lambda turns: f"\n {json.dumps(turns)} "])
-def test_turns_in_csv_are_json(tmp_path: Path, write: Callable[[Any], str]) -> None:
-    rows = [{"prompt": write(TURNS[:1]), "completion": write(TURNS[1:])}]
+def test_turns_in_csv_are_json(tmp_path: Path, write: Callable[[Any], str], turns: list[Row]) -> None:
+    rows = [{"prompt": write(turns[:1]), "completion": write(turns[1:])}]
     pd.DataFrame(rows).to_csv(tmp_path / "in.csv", index=False)
     [row] = converted(tmp_path, "in.csv", (tmp_path / "in.csv").read_text())
     assert row["messages"] == TURNS
@@ -537,6 +538,27 @@ def test_turns_in_notation_of_python_are_rejected(tmp_path: Path, columns: Row) 
     pd.DataFrame([columns]).to_csv(tmp_path / "in.csv", index=False)
     with pytest.raises(UserError, match=r"row 1: it has turns as text that is not JSON .*; store them as JSON"):
         converted(tmp_path, "in.csv", (tmp_path / "in.csv").read_text())
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        [{"name": "Bob", "role": "engineer"}],
+        [{"role": "user", "login": "bob"}],
+        [{"role": "engineer", "content": "x"}],
+        [{"role": "user", "content": "x"}, {"id": 1}],
+        [{"from": "Paris", "to": "Rome"}],
+    ],
+)
+def test_answer_of_objects_with_role_is_text(tmp_path: Path, answer: list[Row]) -> None:
+    [row] = converted(tmp_path, "in.jsonl", json.dumps({"prompt": "List all.", "completion": json.dumps(answer)}))
+    assert [turn["content"] for turn in row["messages"]] == ["List all.", json.dumps(answer)]
+
+
+def test_turns_as_text_with_unknown_role_are_rejected(tmp_path: Path) -> None:
+    turns = json.dumps([{"role": "user", "content": "u"}, {"role": "bot", "content": "a"}])
+    with pytest.raises(UserError, match="'bot'"):
+        converted(tmp_path, "in.jsonl", json.dumps({"prompt": turns, "completion": "a"}))
 
 
 def test_directory_is_rejected_with_its_files(tmp_path: Path) -> None:

@@ -235,7 +235,9 @@ def _history(value: Any) -> Iterator[Row]:
 def _column_turns(value: Any, role: str) -> list[Any]:
     """Convert a column to turns; it holds a text, or in TRL's conversational format a list of turns."""
     turns = from_turns_text(value)
-    is_list = isinstance(turns, list) and any(isinstance(turn, dict) and "role" in turn for turn in turns)
+    is_list = isinstance(turns, list) and any(
+        isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in turns
+    )
     return turns if is_list else [{"role": role, "content": value}]
 
 
