@@ -318,6 +318,46 @@ def test_chats_of_same_roles_are_checked_with_one_rendering(
     assert len(rendered) == 2
 
 
+R1_TEMPLATE = (  # like DeepSeek-R1-Distill's
+    "{% for m in messages %}{% if m.role == 'assistant' %}<a>{{ m.content.split('</think>')[-1] }}<|im_end|>"
+    "{% else %}<u>{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+QWEN3_TEMPLATE = (  # keeps the reasoning of the last turn
+    "{% for m in messages %}<{{ m.role }}>{% set content = m.content %}{% if m.role == 'assistant' %}"
+    "{% set parts = content.split('</think>') %}"
+    "{% if loop.last %}<think>{{ parts[0].split('<think>')[-1] if parts | length > 1 }}</think>{% endif %}"
+    "{% set content = parts[-1] %}{% endif %}{{ content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "is_whole"),
+    [
+        (R1_TEMPLATE, "Done.", True),
+        (R1_TEMPLATE, "<think>\n</think>Done.", True),
+        (R1_TEMPLATE, "<think>It is easy.</think>Done.", False),
+        (R1_TEMPLATE, "It is easy.</think>Done.", False),
+        (QWEN3_TEMPLATE, "<think>It is easy.</think>Done.", True),
+        (QWEN3_TEMPLATE, "Hm. <think>It is easy.</think>Done.", False),
+        (QWEN3_TEMPLATE, "<think>a</think>It is easy.</think>Done.", False),
+        (MISTRAL_TEMPLATE, "Hm. <think>It is easy.</think>Done.", True),
+    ],
+)
+@pytest.mark.parametrize("later", [[], [QUESTION, ANSWER]])
+def test_reasoning_that_template_omits_is_rejected(
+    template: str, content: str, is_whole: bool, later: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """A template that drops the reasoning of an earlier turn is rejected elsewhere, unless it marks answers."""
+    tokenizer.chat_template = template
+    checked = ChatTemplate(tokenizer, {})
+    checked.require_rendered([QUESTION, ANSWER, *later])
+    chat = [QUESTION, {**ANSWER, "content": content}, *later]
+    says = "omits reasoning or other text of turn 1, whose role is assistant"
+    with nullcontext() if is_whole else pytest.raises(UserError, match=says):
+        checked.require_rendered(chat)
+    checked.require_rendered([*chat, QUESTION], prompt=True)
+
+
 def test_template_may_drop_text_of_earlier_assistant_turns(tokenizer: PreTrainedTokenizerBase) -> None:
     """GPT-OSS renders the text before a tool call only until the answer, because it is reasoning."""
     tokenizer.chat_template = (

@@ -241,6 +241,7 @@ def test_each_turn_follows_its_generation_prompt(case: str, tokenizer: PreTraine
     [
         ("qwen3_training", THINKING, NO_THINK, "enable_thinking is false"),
         ("qwen3_training", [user("1"), {"role": "critic", "content": "x"}, assistant("y")], {}, "no role critic"),
+        ("qwen3_training", [user("1"), assistant("Hm. <think>a</think>b")], {}, "text before its reasoning"),
         ("qwen2.5_training", THINKING, {}, "reasoning_content"),
         ("smollm2_training", PLAIN, {"tools": [TOOL]}, "no place for tools"),
         ("smollm2_training", WITH_TOOLS, {}, "tool_calls"),

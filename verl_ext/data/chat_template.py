@@ -110,6 +110,20 @@ def _has_text(turn: Message) -> bool:
     return bool((turn["content"] or "").strip())
 
 
+def _probe(turn: Message, number: int, is_prompt: bool) -> tuple[str, ...]:
+    """The parts of a turn's content, with each text replaced by a unique one; empty if the turn has no text.
+
+    The content of an assistant turn to train on is split at the marks of reasoning, at which templates split it, too.
+    A prompt may lose reasoning, as it does when the model generates its next turn.
+    """
+    if not _has_text(turn):
+        return ()
+    splits = turn["role"] == "assistant" and not is_prompt
+    parts = re.split("(</?think>)", turn["content"]) if splits else [turn["content"]]
+    named = enumerate(parts)
+    return tuple(part if place % 2 or not part.strip() else f"Text{number}x{place}x" for place, part in named)
+
+
 def _content_text(content: Any, turn: int) -> str | None:
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         return "".join(part["text"] for part in content)
@@ -225,7 +239,7 @@ class ChatTemplate:
                 f"it has {lost}, which the chat template omits; set data.chat_template to one that renders {lost}"
             )
         shape = (
-            *((turn["role"], _has_text(turn), bool(turn.get("tool_calls"))) for turn in chat),
+            *((turn["role"], *_probe(turn, 0, prompt), bool(turn.get("tool_calls"))) for turn in chat),
             *((key, key == "tools" or value) for key, value in columns.items()),
             prompt,
         )
@@ -238,39 +252,42 @@ class ChatTemplate:
                     "chat template names"
                 )
         if (omitted := self._omitted_turn(chat, columns, prompt)) is not None:
-            role = chat[omitted]["role"]
+            role, is_split = chat[omitted]["role"], len(_probe(chat[omitted], 0, prompt)) > 1
+            text = "reasoning or other text" if is_split else "the text"
             fix = "drop the row" if role == "assistant" else "put the text at the beginning of a user turn"
             raise UserError(
-                f"the chat template omits the text of turn {omitted}, whose role is {role}; set data.chat_template to "
+                f"the chat template omits {text} of turn {omitted}, whose role is {role}; set data.chat_template to "
                 f"one that renders it, or {fix}"
             )
         self._rendered_shapes.add(shape)
 
     @cached_property
     def _rendered_shapes(self) -> set[Hashable]:
-        """Chats without omitted turns, as the roles of their turns and which of them have text or tool calls."""
+        """Chats without omitted turns, as the roles of their turns, their parts, and whether they have tool calls."""
         return set()
 
     def _omitted_turn(self, chat: Sequence[Message], columns: Mapping[str, Any], prompt: bool) -> int | None:
-        """The first turn whose text makes no difference; None if the template refuses the chat.
+        """The first turn with text that makes no difference; None if the template refuses the chat.
 
         Templates may drop the text of an earlier assistant turn, usually its reasoning, if they render it at the end.
         """
+        probes = [_probe(turn, number, prompt) for number, turn in enumerate(chat)]
 
-        def text_with(changed: int | None = None, end: int | None = None) -> str:
-            turns = [
-                {**turn, "content": f"{'Other' if number == changed else 'Text'}{number}x"} if _has_text(turn) else turn
-                for number, turn in enumerate(chat[:end])
-            ]
+        def text_with(changed: str | None = None, end: int | None = None) -> str:
+            turns = []
+            for turn, parts in zip(chat[:end], probes):
+                content = "".join("Other" if part == changed else part for part in parts)
+                turns.append({**turn, "content": content} if parts else turn)
             return self._apply(turns, prompt and end is None, columns)
 
         with suppress(*TEMPLATE_ERRORS):  # reported when the row itself is rendered
             text = text_with()
-            for number, turn in enumerate(chat):
-                if not _has_text(turn) or f"Text{number}x" in text or text_with(number) != text:
-                    continue
-                if turn["role"] != "assistant" or f"Text{number}x" not in text_with(end=number + 1):
-                    return number
+            for number, (turn, parts) in enumerate(zip(chat, probes)):
+                for part in parts:
+                    if not part.startswith("Text") or part in text or text_with(part) != text:
+                        continue
+                    if turn["role"] != "assistant" or part not in text_with(end=number + 1):
+                        return number
         return None
 
     @property
