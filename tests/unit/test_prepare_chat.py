@@ -561,6 +561,25 @@ def test_turns_as_text_with_unknown_role_are_rejected(tmp_path: Path) -> None:
         converted(tmp_path, "in.jsonl", json.dumps({"prompt": turns, "completion": "a"}))
 
 
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_pandas_index_in_csv_is_ignored(tmp_path: Path, repeats: int) -> None:
+    frame = pd.DataFrame({"prompt": ["p", "q", "r"], "response": ["r"] * 3}).iloc[[0, 2]]
+    for _ in range(repeats):
+        frame.to_csv(tmp_path / "in.csv")
+        frame = pd.read_csv(tmp_path / "in.csv")
+    rows = converted(tmp_path, "in.csv", (tmp_path / "in.csv").read_text())
+    assert [row["messages"][0]["content"] for row in rows] == ["p", "r"]
+    assert rows[0].keys() == {"messages", "converted_from"}
+
+
+def test_unnamed_column_of_text_is_rejected(tmp_path: Path) -> None:
+    for header in (",prompt,response", "Unnamed: 0,prompt,response"):
+        with pytest.raises(UserError, match="row 2: its column '.*' is not part .*--metadata '.*'"):
+            converted(tmp_path, "in.csv", f"{header}\n0,p,r\nmore,q,r\n")
+    with pytest.raises(UserError, match="row 1: its column '' is not part"):
+        converted(tmp_path, "in.csv", "prompt,response,\np,r,5\n")
+
+
 def test_directory_is_rejected_with_its_files(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.gz").touch()
     with pytest.raises(UserError, match=r"is a directory; list its files, such as \S+/a.jsonl.gz$"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -265,7 +266,8 @@ def _refuse_lost_text(rest: Row, used: list[Any], messages: list[Row], metadata:
             continue
         raise RowError(
             f"its column {name!r} is not part of the conversation, so its text would not be trained on",
-            f"remove the column, or keep it with the option --metadata {name} of `{program('prepare')} chat`",
+            f"remove the column, or keep it with the option --metadata {shlex.quote(name)} of "
+            f"`{program('prepare')} chat`",
         )
 
 

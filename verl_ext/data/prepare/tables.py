@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,6 +34,8 @@ INPUT_HELP = (
 )
 TRAIN_NAME = "train.parquet"
 VAL_NAME = "val.parquet"
+CSV_INDEX = re.compile(r"(Unnamed: [\d.]+)?")
+"""Names of the first columns of a CSV file that hold pandas' index, of this or of an earlier file."""
 _SPACE = re.compile(r"\s*")
 
 
@@ -173,7 +176,7 @@ def read_parquet(path: Path) -> NumberedRows:
 def read_csv(path: Path) -> NumberedRows:
     """Read a CSV or TSV file whose first row names the columns; the header is not numbered.
 
-    Every value is text, or None for an empty field.
+    Every value is text, or None for an empty field. The index that pandas writes to the first column is skipped.
 
     Raises:
         UserError: the file is missing, or is not CSV.
@@ -188,11 +191,17 @@ def read_csv(path: Path) -> NumberedRows:
             raise UserError(f"{path} has two columns named {repeated!r}; rename one")
         if len(header) == 1 and any(mark in header[0] for mark in ";\t|"):
             raise UserError(f"{path} has the single column {header[0]!r}; separate the columns with commas")
+        index = set(takewhile(CSV_INDEX.fullmatch, header))
         for number, fields in enumerate((fields for fields in reader if fields), start=1):
             if len(fields) != len(header):
                 yield number, ValueError(f"it has {len(fields)} fields where the header has {len(header)}")
             else:
-                yield number, {name: field or None for name, field in zip(header, fields)}
+                row = {name: field or None for name, field in zip(header, fields)}
+                yield number, {name: field for name, field in row.items() if name not in index or not _is_number(field)}
+
+
+def _is_number(field: str | None) -> bool:
+    return field is not None and field.isdecimal()
 
 
 def read_json(path: Path) -> NumberedRows:
