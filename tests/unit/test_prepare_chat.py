@@ -419,7 +419,7 @@ CALLED = {"type": "function", "function": {"name": "f", "arguments": json.dumps(
             {
                 "conversations": [
                     {"from": "system", "value": "s"},
-                    {"from": "human", "value": "u"},
+                    {"from": "human", "value": "u", "weight": 0.0},
                     {"from": "function_call", "value": json.dumps(CALL)},
                     {"from": "observation", "value": "t"},
                     {"from": "gpt", "value": "a", "weight": 1},

@@ -394,8 +394,8 @@ def _to_turn(turn: Any, where: str) -> Row:
         turn = _from_sharegpt(turn, where)
     if turn.get("role") not in (*ROLES, DEVELOPER):
         raise RowError(f"{where} has the role {turn.get('role')!r}, not one of {', '.join((*ROLES, DEVELOPER))}")
-    if turn.get("weight") in (1, True):
-        del turn["weight"]
+    if turn["role"] != "assistant" or turn.get("weight") == 1:  # only the assistant's turns are trained on
+        turn.pop("weight", None)
     if "weight" in turn:
         raise RowError(
             f"{where} has the weight {turn['weight']!r}, but training ignores 'weight'",
