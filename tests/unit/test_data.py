@@ -624,6 +624,13 @@ def test_row_without_required_column_or_field_is_rejected(
         dataset_of([{"prompt": "q", "response": {"a": {"b": "c"}}}], tokenizer, tmp_path, *overrides)
 
 
+@pytest.mark.parametrize("calls", [[], None])
+def test_empty_tool_calls_are_dropped(calls: list[Any] | None) -> None:
+    """Llama 3.1's template tests only whether a turn has the key."""
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "tool_calls": calls}]
+    assert "tool_calls" not in check_messages(chat)[1]
+
+
 def test_check_messages_does_not_modify_row() -> None:
     """Error messages may show the row, and data preparation writes the checked rows."""
     call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}

@@ -443,6 +443,7 @@ CALLED = {"type": "function", "function": {"name": "f", "arguments": json.dumps(
             [SYSTEM, USER, ASSISTANT],
         ),
         ({"messages": [USER, {"role": "assistant", "tool_calls": [{"function": CALL}]}]}, "OpenAI", None),
+        ({"messages": [{**USER, "tool_calls": []}, {**ASSISTANT, "tool_calls": []}]}, "OpenAI", [USER, ASSISTANT]),
     ],
 )  # fmt: skip
 def test_converts_known_layouts(

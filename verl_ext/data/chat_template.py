@@ -99,8 +99,9 @@ def _check_turn(message: dict[str, Any], turn: int) -> dict[str, Any]:
         fix = conversion_advice("chat") if "from" in message else "set it to user, assistant, system or tool"
         raise UserError(f"turn {turn} has no role; {fix}")
     checked = {**message, "content": _content_text(message.get("content"), turn)}
-    if message.get("tool_calls"):
-        checked["tool_calls"] = [_decode_arguments(call, turn) for call in message["tool_calls"]]
+    calls = checked.pop("tool_calls", None)  # some templates, such as Llama 3.1's, test only whether the key is there
+    if calls:
+        checked["tool_calls"] = [_decode_arguments(call, turn) for call in calls]
     elif checked["content"] is None:
         raise UserError(f"turn {turn} has no content; drop the row from the file")
     return checked

@@ -405,8 +405,7 @@ def _to_turn(turn: Any, where: str) -> Row:
     if unknown:
         raise RowError(f"{where} has the key {unknown[0]!r}, which training ignores", "remove the key or the row")
     turn["content"] = _join_text_parts(turn.get("content"), where)
-    if "tool_calls" in turn:
-        calls = turn["tool_calls"]
+    if calls := turn.pop("tool_calls", None):
         turn["tool_calls"] = [_to_tool_call(call, where) for call in (calls if isinstance(calls, list) else [calls])]
     _check_content(turn, where)
     return turn
