@@ -206,7 +206,9 @@ def _extract_turns(row: Row, layout: ChatLayout) -> list[Any]:
 
 def _begins_with_system(turns: list[Any], texts: set[str]) -> bool:
     first = turns[0] if turns and isinstance(turns[0], dict) else {}
-    return first.get("role", first.get("from")) == "system" and {first.get("content", first.get("value"))} == texts
+    if first.get("role", first.get("from")) != "system":
+        return False
+    return [_join_text_parts(first.get("content", first.get("value")), "turn 1")] == [*texts]
 
 
 def _prompt_turns(row: Row, layout: ChatLayout) -> list[Any]:
