@@ -269,6 +269,20 @@ def test_converts_parquet_with_system_column_for_grpo(repository: Path) -> None:
     assert [row["reward_model"] for row in rows] == truths
 
 
+def test_parquet_next_to_json_is_converted_for_grpo_if_its_prompts_have_another_column(repository: Path) -> None:
+    truths = [{"style": "rule", "ground_truth": "1"}] * 2
+    for name, column in {"ask.parquet": "ask", "usual.parquet": "prompt"}.items():
+        parquet.write_table(pyarrow.table({column: ["a", "b"], "reward_model": truths}), name)
+        write(repository / "val.jsonl", [{column: "c", "answer": 1}])
+        words = (f"data.train_files={name}", "data.val_files=val.jsonl", f"data.prompt_key={column}")
+        config = launched(*words, stage="grpo")
+        for command in conversions(config):
+            prepare(command)
+        assert (config.data.train_files == name) == (column == "prompt") and config.data.prompt_key == "prompt"
+        for path in (config.data.train_files, config.data.val_files):
+            assert "prompt" in parquet.read_schema(path).names
+
+
 def test_inputs_of_caller_directory_are_found(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     caller = repository.parent
     monkeypatch.setenv("VERL_EXT_CALLED_FROM", str(caller))

@@ -116,9 +116,9 @@ def convert_raw_files(data: ChatDataConfig | PromptDataConfig, has_val_files: bo
     train, val = file_list(data.train_files), file_list(data.val_files)
     converts_train, converts_val = any(map(data.is_raw, train)), any(map(data.is_raw, val))
     splits = converts_train and not has_val_files
-    if isinstance(data, ChatDataConfig) and not (data.multiturn.enable and data.multiturn.messages_key == "messages"):
+    if not has_converted_columns(data):
         for key in ("prompt_dict_keys", "response_dict_keys"):
-            if getattr(data, key) is not None:
+            if getattr(data, key, None) is not None:
                 raise UserError(
                     f"data.{key} does not apply to files that are converted; set it to null, or write parquet files "
                     "with the columns of verl's SFT format and without a column of system prompts"
@@ -154,6 +154,13 @@ def convert_raw_files(data: ChatDataConfig | PromptDataConfig, has_val_files: bo
         data.multiturn.enable = True
         data.multiturn.messages_key = "messages"
     return commands, sentences
+
+
+def has_converted_columns(data: ChatDataConfig | PromptDataConfig) -> bool:
+    """Whether the configuration names the columns that converted files have."""
+    if isinstance(data, PromptDataConfig):
+        return data.prompt_key == "prompt"
+    return data.multiturn.enable and data.multiturn.messages_key == "messages"
 
 
 def plan_conversion(data: ChatDataConfig | PromptDataConfig, names: list[str], options: list[str]) -> tuple[str, str]:
