@@ -225,6 +225,15 @@ def test_answers_are_texts_or_numbers_and_null_is_none(answers: Any, references:
     assert question_of("mine", 0, record, "", None).references == references
 
 
+@pytest.mark.parametrize("null", [None, float("nan")])
+def test_null_column_is_as_a_missing_one(null: float | None) -> None:
+    """Files of several datasets have the columns of all of them."""
+    record = {"image": png(), "question": "?", "answers": null, "answer": "cat", "question_id": null, "id": 7}
+    found = question_of("mine", 3, record, "", None)
+    assert (found.references, found.sample_id) == (("cat",), "mine/7")
+    assert question_of("mine", 3, {**record, "id": null}, "", None).sample_id == "mine/3"
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -274,7 +274,7 @@ def question_of(name: str, row: int, record: Mapping[str, Any], suffix: str, fol
             f"row {row} of {name} has {error} as an answer; answers must be texts, finite numbers, or dictionaries "
             "with such an 'answer'"
         ) from error
-    number = record.get("question_id", record.get("id", row))
+    number = _first_value(record, "question_id", "id")
     for part, is_there in {
         "question": isinstance(question, str) and question.strip(),
         "answer (its answers are empty)": references,
@@ -292,7 +292,7 @@ def question_of(name: str, row: int, record: Mapping[str, Any], suffix: str, fol
         raise UserError(
             f"row {row} of {name} names an image {error}; set data.datasets.{name}.images to the folder of all images"
         ) from error
-    return ImageQuestion(f"{name}/{number}", image, question + suffix, references)
+    return ImageQuestion(f"{name}/{row if number is None else number}", image, question + suffix, references)
 
 
 def reference_answers(record: Mapping[str, Any]) -> list[str]:
@@ -303,13 +303,13 @@ def reference_answers(record: Mapping[str, Any]) -> list[str]:
     Raises:
         TypeError: an answer is neither a text nor a number; the message describes it.
     """
-    given = record.get("answers", record.get("answer"))
+    given = _first_value(record, "answers", "answer")
     found = []
     for each in given if isinstance(given, list | tuple) else [given]:
         if isinstance(each, Mapping) and "answer" not in each:
             raise TypeError("a dictionary without the key 'answer'")
         answer = each["answer"] if isinstance(each, Mapping) else each
-        if answer is None or (isinstance(answer, float | Decimal) and math.isnan(answer)):
+        if _is_null(answer):
             continue
         if isinstance(answer, bool) or not isinstance(answer, str | int | float | Decimal):
             raise TypeError(f"a value of the type {type(answer).__name__}")
@@ -317,6 +317,15 @@ def reference_answers(record: Mapping[str, Any]) -> list[str]:
             raise TypeError(f"the number {answer}")
         found.append(str(answer))
     return found
+
+
+def _first_value(record: Mapping[str, Any], *columns: str) -> Any:
+    """The value of the first column that is not null; None if all are."""
+    return next((record[name] for name in columns if not _is_null(record.get(name))), None)
+
+
+def _is_null(value: Any) -> bool:
+    return value is None or (isinstance(value, float | Decimal) and math.isnan(value))
 
 
 def image_of(column: Any, folder: Path | None) -> bytes | Path:
