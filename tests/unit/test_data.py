@@ -142,6 +142,14 @@ def test_loss_includes_end_that_only_last_turn_has(tokenizer: PreTrainedTokenize
     )
 
 
+def test_generation_prompt_that_answers_lack_is_named(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    """Templates of thinking models open the reasoning, and write answers without it."""
+    tokenizer.chat_template = QWEN25_TEMPLATE.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+    says = r"generation prompt ends with '<think>\\n', which .* before the answer in turn 1; set data.chat_template"
+    with pytest.raises(UserError, match=says):
+        dataset_of([{"messages": CHAT}], tokenizer, tmp_path)
+
+
 def test_template_with_ambiguous_end_is_rejected(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     tokenizer.chat_template = "{% for m in messages %}# {{ m.role }}: {{ m.content }} [END] {% endfor %}# assistant:"
     with pytest.raises(UserError, match="row 0 cannot be used: .*ends every chat.*data.chat_template"):

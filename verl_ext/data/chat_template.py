@@ -361,6 +361,12 @@ class ChatTemplate:
             if message["role"] == "assistant":
                 before = self.render(messages[:i], prompt=True, **columns)
                 after = self.render(messages[: i + 1], **columns) if i + 1 < len(messages) else text
+                if not after.startswith(before) and after.startswith(self.render(messages[:i], **columns)):
+                    rest = before[len(os.path.commonprefix([before, after])) :]
+                    raise UserError(
+                        f"the chat template's generation prompt ends with {rest!r}, which the template does not write "
+                        f"before the answer in turn {i}; {ADVICE}"
+                    )
                 if not (after.startswith(before) and text.startswith(after)):
                     raise UserError(
                         f"the chat template renders turn {i} differently once later turns follow; {self._advice()}"
