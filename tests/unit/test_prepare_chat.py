@@ -238,6 +238,16 @@ def test_answers_to_one_problem_stay_in_one_split(tmp_path: Path) -> None:
     assert not {row["problem_id"] for row in train} & {row["problem_id"] for row in val}
 
 
+@pytest.mark.parametrize("before", [[], [{"role": "system", "content": "Be brief."}]])
+def test_answers_to_one_prompt_stay_in_one_split(tmp_path: Path, before: list[Row]) -> None:
+    rows = [{"messages": [*before, *chat(f"q{index % 5}", f"a{index}")]} for index in range(50)]
+    sides = run_chat(tmp_path, rows, "--val-fraction", "0.2")[:2]
+    questions = [{row["messages"][len(before)]["content"] for row in side} for side in sides]
+    assert questions[0] | questions[1] == {f"q{index}" for index in range(5)} and not questions[0] & questions[1]
+    _, val, _ = run_chat(tmp_path, rows[:40:5])  # all have one prompt
+    assert len(val) == 1
+
+
 def test_few_ids_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"messages": chat(f"q{index}"), "problem_id": index % 2} for index in range(40)]
     _, val, _ = run_chat(tmp_path, rows)

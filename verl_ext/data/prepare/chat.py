@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 
 from verl_ext.console import print_line, progress_bar
@@ -67,11 +67,12 @@ def prepare_chats(arguments: argparse.Namespace) -> PrepareResult:
     rows = _without_excluded(rows, excluded, arguments.id_key, counts)
     rows = _without_duplicates(rows, counts)
     rows, lengths = _measure_lengths(rows, measure, converter)
-    # Keep all answers to a problem on one side of the split; otherwise, validation would measure memorization.
-    ids = [row.get(arguments.id_key) for row in rows]
-    groups = [f"row {index}" if each is None else f"id {each}" for index, each in enumerate(ids)]
+    groups = _split_groups(rows, arguments.id_key)
     rows = encode_mixed_columns(rows, keep="messages")
-    grouped_by = f"{arguments.id_key} (--id-key)"
+    has_ids = any(row.get(arguments.id_key) is not None for row in rows)
+    if not has_ids and max(Counter(groups).values(), default=0) > len(rows) / 2:  # such as a task with one prompt
+        groups = [f"row {index}" for index in range(len(rows))]
+    grouped_by = f"{arguments.id_key} (--id-key)" if has_ids else "prompt"
     written = write_split(Path(arguments.output), rows, groups, arguments.val_fraction, arguments.seed, grouped_by)
     percentiles = length_percentiles(lengths, "chars" if measures_chars else "tokens")
     files = [f"{name}.parquet" for name in written]
@@ -146,6 +147,20 @@ def _without_duplicates(rows: list[Row], counts: Counter[str]) -> list[Row]:
         unique.setdefault(json.dumps([row["messages"], row.get("tools")], sort_keys=True, default=str), row)
     counts["duplicate"] = len(rows) - len(unique)
     return list(unique.values())
+
+
+def _split_groups(rows: list[Row], id_key: str) -> list[str]:
+    """Name the group of each row: its id, or the first row with the same turns before the assistant's first.
+
+    All answers to a problem stay on one side of the split; otherwise, validation would measure memorization.
+    """
+    groups: list[str] = []
+    first: dict[str, int] = {}
+    for index, row in enumerate(rows):
+        prompt = takewhile(lambda turn: turn["role"] != "assistant", row["messages"])
+        number = first.setdefault(json.dumps([*prompt], sort_keys=True, default=str), index)
+        groups.append(f"row {number}" if row.get(id_key) is None else f"id {row[id_key]}")
+    return groups
 
 
 # Lengths
