@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import threading
 import time
@@ -17,10 +16,10 @@ from eval_pipeline.config import EngineConfig, SamplingConfig
 from eval_pipeline.engines import Engine, EngineDied, GeneratedAnswer, GenerateRequest, ServedModel, request_seed
 from verl_ext.console import warn
 from verl_ext.errors import UserError, first_line_of
+from verl_ext.files import parse_json
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
-    from openai.types.chat import ChatCompletion
 
 CONNECT_TIMEOUT_S = 10.0
 """How long a server may take to accept a connection, or to list its models."""
@@ -40,6 +39,10 @@ REFUSALS = (400, 413, 422)
 
 
 Results = SimpleQueue[tuple[GenerateRequest, GeneratedAnswer] | BaseException]
+
+
+class ErrorInReply(ValueError):
+    """A reply with status 200 that reports an error instead of an answer."""
 
 
 class OpenAIEngine(Engine):
@@ -176,7 +179,8 @@ class ServerSession:
                 raise EngineDied(f"{url} does not answer ({late}); raise engine.timeout_s for slow models") from error
             return GeneratedAnswer.failed(late)
         except (openai.APIError, ValueError) as error:
-            fault = "sends malformed replies" if _is_malformed(error) else "does not answer"
+            is_malformed = _is_malformed(error) and not isinstance(error, ErrorInReply)
+            fault = "sends malformed replies" if is_malformed else "does not answer"
             advice = "; lower engine.concurrency" if _status(error) == 429 else ""
             raise EngineDied(f"{url} {fault} ({_describe(error, self._config)}){advice}") from error
 
@@ -229,32 +233,60 @@ class ServerSession:
             "top_p": sampling.top_p,
             "seed": openai.omit if seed is None else seed,
         }
+        # parsed here, because the client accepts any page that a proxy may send instead
+        create = client.chat.completions.with_raw_response.create
         try:
-            completion = await client.chat.completions.create(**arguments, max_tokens=sampling.max_tokens)
+            reply = await create(**arguments, max_tokens=sampling.max_tokens)
         except openai.BadRequestError as error:
             if "context length" not in str(error):
                 raise
             # prompt and answer would be too long together; without a limit, the server generates what fits
-            completion = await client.chat.completions.create(**arguments)
-        answer = self._answer_from(completion)
+            reply = await create(**arguments)
+        answer = self._answer_from(parse_json(reply.text))
         self._has_answered = True
         return answer
 
-    def _answer_from(self, completion: ChatCompletion) -> GeneratedAnswer:
-        from openai.types.chat import ChatCompletion
+    def _answer_from(self, reply: Any) -> GeneratedAnswer:
+        """Read the JSON of a reply.
 
-        # the client accepts any page that a proxy may send instead
-        if not isinstance(completion, ChatCompletion) or not completion.choices:
-            raise ValueError("the server's reply lacks an answer")
-        choice = completion.choices[0]
-        text = choice.message.content or ""
-        if choice.finish_reason == "content_filter" and not text:
+        Raises:
+            ErrorInReply: it reports an error.
+            ValueError: it is malformed.
+        """
+        match reply:
+            case {"error": error} if error:
+                raise ErrorInReply(_message_of(error))
+            case {"choices": [{"message": dict(message)} as choice, *_]}:
+                text, finish_reason = _text_of(message.get("content")), choice.get("finish_reason")
+            case _:
+                raise ValueError("the server's reply lacks an answer")
+        if finish_reason == "content_filter" and not text:
             return GeneratedAnswer.failed("the server's content filter removed the answer")
-        if completion.usage is None and not self._has_warned:
+        usage = reply.get("usage")
+        if usage is None and not self._has_warned:
             self._has_warned = True
             warn(f"{self._config.base_url} does not report the number of tokens; it counts as 0")
-        num_tokens = completion.usage.completion_tokens if completion.usage else 0
-        return GeneratedAnswer(text, num_tokens, truncated=choice.finish_reason == "length")
+        num_tokens = usage["completion_tokens"] if usage else 0
+        return GeneratedAnswer(text, num_tokens, truncated=finish_reason == "length")
+
+
+def _message_of(error: Any) -> Any:
+    """The message of an error in a reply, or the whole error if it has none."""
+    return isinstance(error, dict) and error.get("message") or error
+
+
+def _text_of(content: Any) -> str:
+    """The text of a message, which may have parts of several types, such as Mistral's `thinking` and `text`."""
+    match content:
+        case None:
+            return ""
+        case str():
+            return content
+        case [*parts]:
+            texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+            return "".join(map(_text_of, texts))
+        case _:
+            raise ValueError("the server's reply has an answer that is not text")
 
 
 def _status(error: Exception) -> int | None:
@@ -315,7 +347,7 @@ def _list_models(config: EngineConfig) -> list[ServedModel]:
         with openai.OpenAI(base_url=url, api_key=key or "EMPTY", timeout=CONNECT_TIMEOUT_S, max_retries=2) as client:
             # parsed here, because the client accepts any page as a list of models
             reply = client.models.with_raw_response.list()
-            return [ServedModel.from_entry(entry) for entry in json.loads(reply.text)["data"]]
+            return [ServedModel.from_entry(entry) for entry in parse_json(reply.text)["data"]]
     except openai.APIConnectionError as error:
         raise UserError(f"no server answers at {url}; start it or correct engine.base_url") from error
     except (openai.AuthenticationError, openai.PermissionDeniedError) as error:

@@ -85,8 +85,8 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-def completion(text: str, finish_reason: str = "stop") -> Reply:
-    choice = {"index": 0, "finish_reason": finish_reason, "message": {"role": "assistant", "content": text}}
+def completion(content: Any, finish_reason: str = "stop") -> Reply:
+    choice = {"index": 0, "finish_reason": finish_reason, "message": {"role": "assistant", "content": content}}
     usage = {"prompt_tokens": 5, "completion_tokens": 7, "total_tokens": 12}
     return 200, {
         "id": "1",
@@ -223,7 +223,15 @@ def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openai_engine, "LAST_PAUSE_S", 0)
 
 
-MALFORMED: list[Any] = [completion("")[1] | {"choices": []}, [], b'{"id": "1", "choices": [{"ind']
+MALFORMED: list[Any] = [
+    completion("")[1] | {"choices": []},
+    completion("")[1] | {"choices": None},
+    completion("")[1] | {"choices": [{}]},
+    completion("")[1] | {"choices": [{"finish_reason": "stop", "message": None}]},
+    completion({"text": "no list"})[1],
+    [],
+    b'{"id": "1", "choices": [{"ind',
+]
 
 
 @pytest.mark.parametrize("body", MALFORMED)
@@ -248,6 +256,29 @@ def test_response_without_answer_is_an_error(body: Any, server: Server, without_
     assert answer.error and "Error: " in answer.error
     server.reply = lambda _: (200, body)
     with pytest.raises(EngineDied, match="sends malformed replies"):
+        ask(server, [BAD])
+
+
+def test_parts_of_answer_are_joined(server: Server) -> None:
+    thinking = {"type": "thinking", "thinking": [{"type": "text", "text": "2 + 2"}]}
+    parts = [thinking, {"type": "text", "text": "It is"}, {"type": "text", "text": " 4."}]
+    server.reply = lambda body: completion(parts)
+    assert ask(server, [REQUEST]) == [GeneratedAnswer("It is 4.", 7, truncated=False)]
+
+
+ERRORS_IN_REPLY: list[Any] = [{"error": {"message": "Rate limit exceeded", "code": 429}}]
+
+
+@pytest.mark.parametrize("body", ERRORS_IN_REPLY)
+def test_error_in_reply_is_retried_and_shown(body: Any, server: Server, without_pauses: None) -> None:
+    replies = iter([(200, body)] * openai_engine.NUM_RETRIES)
+    server.reply = lambda _: next(replies, completion("said"))
+    assert ask(server, [REQUEST]) == [GeneratedAnswer("said", 7, truncated=False)]
+    server.reply = unless_bad((200, body))
+    (answer,) = ask(server, [BAD])
+    assert "Rate limit exceeded" in (answer.error or "")
+    server.reply = lambda _: (200, body)
+    with pytest.raises(EngineDied, match=r"does not answer \(.*Rate limit exceeded\)"):
         ask(server, [BAD])
 
 
