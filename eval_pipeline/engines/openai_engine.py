@@ -254,8 +254,10 @@ class ServerSession:
             ValueError: it is malformed.
         """
         match reply:
-            case {"error": error} if error:
+            case {"choices": [{"error": error}, *_]} | {"error": error} if error:  # OpenRouter | other proxies
                 raise ErrorInReply(_message_of(error))
+            case {"choices": [{"finish_reason": "error" | "abort" as finish_reason}, *_]}:  # vLLM, SGLang
+                raise ErrorInReply(f"the server ended the answer with finish_reason {finish_reason!r}")
             case {"choices": [{"message": dict(message)} as choice, *_]}:
                 text, finish_reason = _text_of(message.get("content")), choice.get("finish_reason")
             case _:

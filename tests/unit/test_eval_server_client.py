@@ -266,19 +266,31 @@ def test_parts_of_answer_are_joined(server: Server) -> None:
     assert ask(server, [REQUEST]) == [GeneratedAnswer("It is 4.", 7, truncated=False)]
 
 
-ERRORS_IN_REPLY: list[Any] = [{"error": {"message": "Rate limit exceeded", "code": 429}}]
+def broken_off(finish_reason: str, **fields: Any) -> dict[str, Any]:
+    """The reply of a server that failed during generation."""
+    reply = completion("cut of", finish_reason)[1]
+    return reply | {"choices": [reply["choices"][0] | fields]}
 
 
-@pytest.mark.parametrize("body", ERRORS_IN_REPLY)
-def test_error_in_reply_is_retried_and_shown(body: Any, server: Server, without_pauses: None) -> None:
+ERRORS_IN_REPLY: list[Any] = [
+    ({"error": {"message": "Rate limit exceeded", "code": 429}}, "Rate limit exceeded"),
+    ({"error": "overloaded"}, "overloaded"),
+    (broken_off("error", error={"code": 502, "message": "upstream"}), "upstream"),
+    (broken_off("error"), "finish_reason 'error'"),
+    (broken_off("abort"), "finish_reason 'abort'"),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), ERRORS_IN_REPLY)
+def test_error_in_reply_is_retried_and_shown(body: Any, message: str, server: Server, without_pauses: None) -> None:
     replies = iter([(200, body)] * openai_engine.NUM_RETRIES)
     server.reply = lambda _: next(replies, completion("said"))
     assert ask(server, [REQUEST]) == [GeneratedAnswer("said", 7, truncated=False)]
     server.reply = unless_bad((200, body))
     (answer,) = ask(server, [BAD])
-    assert "Rate limit exceeded" in (answer.error or "")
+    assert message in (answer.error or "")
     server.reply = lambda _: (200, body)
-    with pytest.raises(EngineDied, match=r"does not answer \(.*Rate limit exceeded\)"):
+    with pytest.raises(EngineDied, match=rf"does not answer \(.*{message}\)"):
         ask(server, [BAD])
 
 
