@@ -264,12 +264,16 @@ class ServerSession:
                 raise ValueError("the server's reply lacks an answer")
         if finish_reason == "content_filter" and not text:
             return GeneratedAnswer.failed("the server's content filter removed the answer")
-        usage = reply.get("usage")
-        if usage is None and not self._has_warned:
+        return GeneratedAnswer(text, self._num_tokens_of(reply), truncated=finish_reason == "length")
+
+    def _num_tokens_of(self, reply: dict[str, Any]) -> int:
+        match reply:
+            case {"usage": {"completion_tokens": int(num_tokens)}}:
+                return num_tokens
+        if not self._has_warned:
             self._has_warned = True
             warn(f"{self._config.base_url} does not report the number of tokens; it counts as 0")
-        num_tokens = usage["completion_tokens"] if usage else 0
-        return GeneratedAnswer(text, num_tokens, truncated=finish_reason == "length")
+        return 0
 
 
 def _message_of(error: Any) -> Any:

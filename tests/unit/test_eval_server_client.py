@@ -294,8 +294,11 @@ def test_error_in_reply_is_retried_and_shown(body: Any, message: str, server: Se
         ask(server, [BAD])
 
 
-def test_missing_token_count_is_zero_with_one_warning(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    server.reply = lambda body: (200, completion("said")[1] | {"usage": None})
+@pytest.mark.parametrize("usage", [None, {}, {"completion_tokens": None}, []])
+def test_missing_token_count_is_zero_with_one_warning(
+    usage: Any, server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.reply = lambda body: (200, completion("said")[1] | {"usage": usage})
     assert ask(server, [REQUEST, REQUEST]) == [GeneratedAnswer("said", 0, truncated=False)] * 2
     assert capsys.readouterr().err.count("does not report the number of tokens") == 1
 
