@@ -112,6 +112,7 @@ class OpenAIEngine(Engine):
                 loop.call_soon_threadsafe(task.cancel)
             thread.join()
             self.seconds["generate_s"] += time.monotonic() - started
+            self._session.warn_of_reasoning(len(requests))
 
     async def _request_all(
         self, requests: Sequence[GenerateRequest], sampling: SamplingConfig, results: Results
@@ -148,7 +149,8 @@ class ServerSession:
 
     def __init__(self, config: EngineConfig, model: str) -> None:
         self._config, self._model = config, model
-        self._has_answered = self._has_warned = False
+        self._has_answered = self._has_warned = self._has_warned_of_reasoning = False
+        self._num_only_reasoning = 0
 
     async def answer(self, client: AsyncOpenAI, request: GenerateRequest, sampling: SamplingConfig) -> GeneratedAnswer:
         """Request an answer.
@@ -264,7 +266,20 @@ class ServerSession:
                 raise ValueError("the server's reply lacks an answer")
         if finish_reason == "content_filter" and not text:
             return GeneratedAnswer.failed("the server's content filter removed the answer")
+        if finish_reason == "stop" and not text.strip() and (reasoning := _reasoning_of(message)):
+            self._num_only_reasoning += 1
+            text = f"<think>{reasoning}</think>"  # as our own vLLM, which does not separate them, would return it
         return GeneratedAnswer(text, self._num_tokens_of(reply), truncated=finish_reason == "length")
+
+    def warn_of_reasoning(self, num_requests: int) -> None:
+        """Warn once, after some requests, if answers to them consist of reasoning only."""
+        if self._num_only_reasoning and not self._has_warned_of_reasoning:
+            self._has_warned_of_reasoning = True
+            warn(
+                f"{self._config.base_url} returned {self._num_only_reasoning} of {num_requests} answers without text "
+                "after the reasoning, so the reasoning is judged; check that the server's reasoning parser fits the "
+                "model"
+            )
 
     def _num_tokens_of(self, reply: dict[str, Any]) -> int:
         match reply:
@@ -274,6 +289,12 @@ class ServerSession:
             self._has_warned = True
             warn(f"{self._config.base_url} does not report the number of tokens; it counts as 0")
         return 0
+
+
+def _reasoning_of(message: dict[str, Any]) -> str:
+    """The reasoning that the server has separated from the answer; empty if there is none."""
+    fields = (message.get(name) for name in ("reasoning_content", "reasoning"))  # older and newer servers
+    return next((text for text in fields if isinstance(text, str)), "")
 
 
 def _message_of(error: Any) -> Any:

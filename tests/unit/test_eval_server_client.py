@@ -303,6 +303,23 @@ def test_missing_token_count_is_zero_with_one_warning(
     assert capsys.readouterr().err.count("does not report the number of tokens") == 1
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_answer_inside_reasoning_is_kept_with_one_warning(
+    name: str, server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reply = completion(None)[1]
+    message = {"role": "assistant", "content": None, name: "2 + 2\n#### 4"}
+    bad = (200, reply | {"choices": [reply["choices"][0] | {"message": message}]})
+    server.reply = unless_bad(bad)
+    known = EngineConfig(kind="openai", base_url=server.url)
+    with open_engine(known, None) as engine:
+        first = [answer.text for _, answer in engine.answers([BAD, REQUEST, BAD], GREEDY)]
+        assert sorted(first) == ["<think>2 + 2\n#### 4</think>"] * 2 + ["said"]
+        assert "2 of 3 answers without text after the reasoning" in capsys.readouterr().err
+        list(engine.answers([BAD], GREEDY))
+    assert not capsys.readouterr().err
+
+
 def test_filtered_answer_is_an_error(server: Server) -> None:
     server.reply = unless_bad(completion("", "content_filter"))
     first, second = ask(server, [BAD, REQUEST], concurrency=1)
