@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ from verl_ext.errors import UserError, first_line_of
 from verl_ext.files import parse_json
 
 if TYPE_CHECKING:
-    from openai import AsyncOpenAI
+    from openai import APIStatusError, AsyncOpenAI
 
 CONNECT_TIMEOUT_S = 10.0
 """How long a server may take to accept a connection, or to list its models."""
@@ -36,6 +37,18 @@ CONTROL_PROMPT = GenerateRequest("", "What is 1 + 1?")
 """A prompt that any working server can answer."""
 REFUSALS = (400, 413, 422)
 """HTTP statuses of a request that the server understands and refuses."""
+BUSY = (408, 409, 429)
+"""HTTP statuses of a server that may answer later."""
+MAX_TOKENS = ("max_tokens", "max_completion_tokens")
+"""Names of the token limit; OpenAI's reasoning models accept only the second, and many servers only the first."""
+API_DEFAULTS = {"temperature": 1, "top_p": 1}
+"""OpenAI's values of parameters that a request lacks; some of its models refuse even these values."""
+ADVICE = {
+    "temperature": "set sampling.temperature=1",
+    "top_p": "set sampling.top_p=1",
+    "seed": "set sampling.temperature=0, with which no seed is sent",
+}
+"""What to do if the server does not support a parameter, or not with this value."""
 
 
 Results = SimpleQueue[tuple[GenerateRequest, GeneratedAnswer] | BaseException]
@@ -151,6 +164,7 @@ class ServerSession:
         self._config, self._model = config, model
         self._has_answered = self._has_warned = self._has_warned_of_reasoning = False
         self._num_only_reasoning = 0
+        self._unsupported: set[str] = set()
 
     async def answer(self, client: AsyncOpenAI, request: GenerateRequest, sampling: SamplingConfig) -> GeneratedAnswer:
         """Request an answer.
@@ -181,10 +195,7 @@ class ServerSession:
                 raise EngineDied(f"{url} does not answer ({late}); raise engine.timeout_s for slow models") from error
             return GeneratedAnswer.failed(late)
         except (openai.APIError, ValueError) as error:
-            is_malformed = _is_malformed(error) and not isinstance(error, ErrorInReply)
-            fault = "sends malformed replies" if is_malformed else "does not answer"
-            advice = "; lower engine.concurrency" if _status(error) == 429 else ""
-            raise EngineDied(f"{url} {fault} ({_describe(error, self._config)}){advice}") from error
+            raise EngineDied(f"{url} {_fault(error)} ({_describe(error, self._config)}){_advice(error)}") from error
 
     async def _attribute_failure(
         self, error: Exception, client: AsyncOpenAI, request: GenerateRequest, sampling: SamplingConfig
@@ -233,20 +244,37 @@ class ServerSession:
             "messages": request.messages,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "seed": openai.omit if seed is None else seed,
+            "max_tokens": sampling.max_tokens,
         }
+        if seed is not None:
+            arguments["seed"] = seed
+        for name in self._unsupported:
+            arguments = _without(arguments, name)
         # parsed here, because the client accepts any page that a proxy may send instead
         create = client.chat.completions.with_raw_response.create
-        try:
-            reply = await create(**arguments, max_tokens=sampling.max_tokens)
-        except openai.BadRequestError as error:
-            if "context length" not in str(error):
-                raise
-            # prompt and answer would be too long together; without a limit, the server generates what fits
-            reply = await create(**arguments)
+        while True:
+            try:
+                reply = await create(**arguments)
+                break
+            except (openai.BadRequestError, openai.UnprocessableEntityError) as error:
+                supported = self._supported(arguments, error)
+                if supported == arguments:
+                    raise
+                arguments = supported
         answer = self._answer_from(parse_json(reply.text))
         self._has_answered = True
         return answer
+
+    def _supported(self, arguments: dict[str, Any], error: APIStatusError) -> dict[str, Any]:
+        """An equivalent request that the server may accept; the same one if there is none."""
+        if "context length" in str(error):
+            # prompt and answer would be too long together; without a limit, the server generates what fits
+            return {name: value for name, value in arguments.items() if name not in MAX_TOKENS}
+        name = _unsupported_parameter(error)
+        if name is None:
+            return arguments
+        self._unsupported.add(name)
+        return _without(arguments, name)
 
     def _answer_from(self, reply: Any) -> GeneratedAnswer:
         """Read the JSON of a reply.
@@ -314,6 +342,45 @@ def _text_of(content: Any) -> str:
             return "".join(map(_text_of, texts))
         case _:
             raise ValueError("the server's reply has an answer that is not text")
+
+
+def _unsupported_parameter(error: APIStatusError) -> str | None:
+    """The parameter that the server does not support, or not with this value, according to its refusal.
+
+    OpenAI names it in `param` and in the message, and FastAPI in `loc`. The token limit counts only if the server names
+    the alternative.
+    """
+    said = f"{error} {error.body}"
+    if not re.search(r"not support|unsupported|unrecognized|unknown name|extra_forbidden", said, re.IGNORECASE):
+        return None
+    names = ("max_tokens", *ADVICE) if "max_completion_tokens" in said else ADVICE
+    return next((name for name in names if re.search(rf"\b{name}\b", said)), None)
+
+
+def _without(arguments: dict[str, Any], name: str) -> dict[str, Any]:
+    """The arguments without a parameter, or with its new name; unchanged if answers could differ."""
+    rest = {each: value for each, value in arguments.items() if each != name}
+    if name == "max_tokens" and name in arguments:
+        return rest | {"max_completion_tokens": arguments[name]}
+    return rest if arguments.get(name) == API_DEFAULTS.get(name) else arguments
+
+
+def _fault(error: Exception) -> str:
+    """What is wrong with a server, as the verb of a message."""
+    if _is_malformed(error) and not isinstance(error, ErrorInReply):
+        return "sends malformed replies"
+    status = _status(error) or 0
+    return "refuses requests" if 400 <= status < 500 and status not in BUSY else "does not answer"
+
+
+def _advice(error: Exception) -> str:
+    """What the user can set, as the end of a message; empty if unknown."""
+    import openai
+
+    if _status(error) == 429:
+        return "; lower engine.concurrency"
+    name = _unsupported_parameter(error) if isinstance(error, openai.APIStatusError) else None
+    return f"; {ADVICE[name]}" if name in ADVICE else ""
 
 
 def _status(error: Exception) -> int | None:
@@ -388,7 +455,16 @@ def _list_models(config: EngineConfig) -> list[ServedModel]:
 
 def _describe(error: Exception, config: EngineConfig) -> str:
     """An error in one line, without the key, which some servers repeat."""
+    import openai
+
     said, key = f"{type(error).__name__}: {first_line_of(error)}", _api_key(config)
+    if (
+        isinstance(error, openai.APIStatusError)
+        and error.body
+        and not isinstance(error.body, str)
+        and " - " not in said
+    ):
+        said += f" - {error.body}"  # the client omits a message in an unknown form
     return said.replace(key, "***") if key else said
 
 

@@ -192,7 +192,8 @@ def test_unresponsive_server_raises_engine_died(
 ) -> None:
     monkeypatch.setattr(openai_engine, "NUM_RETRIES", 1)
     server.reply = lambda body: None if status is None else (status, refusal(f"not with {KEY}"))
-    with pytest.raises(EngineDied, match=f"{server.url} does not answer") as error:
+    fault = "refuses requests" if status in (400, 401, 403, 404) else "does not answer"
+    with pytest.raises(EngineDied, match=f"{server.url} {fault}") as error:
         ask(server, [REQUEST, BAD])
     assert KEY not in str(error.value)
 
@@ -345,6 +346,59 @@ def test_too_large_max_tokens_falls_back_to_remaining_length(server: Server) -> 
     too_long = (400, refusal("max_tokens is too large: 2048. This model's maximum context length is 96 tokens"))
     server.reply = lambda body: too_long if "max_tokens" in body else completion("short")
     assert ask(server, [REQUEST]) == [GeneratedAnswer("short", 7, truncated=False)]
+
+
+def openai_refusal(kind: str, name: str, message: str) -> Reply:
+    error = {"message": f"Unsupported {kind}: {message}", "param": name, "code": f"unsupported_{kind}"}
+    return 400, {"error": error | {"type": "invalid_request_error"}}
+
+
+def reasoning_model(body: dict[str, Any]) -> Reply:
+    """A reply of OpenAI's o-series and GPT-5 models, which accept fewer parameters."""
+    if "max_tokens" in body:
+        message = "'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."
+        return openai_refusal("parameter", "max_tokens", message)
+    if "top_p" in body:
+        return openai_refusal("parameter", "top_p", "'top_p' is not supported with this model.")
+    if body.get("temperature", 1) != 1:
+        message = "'temperature' does not support 0 with this model. Only the default (1) value is supported."
+        return openai_refusal("value", "temperature", message)
+    return completion("said")
+
+
+def test_parameters_adapt_to_reasoning_models(server: Server) -> None:
+    server.reply = reasoning_model
+    sampling = SamplingConfig(temperature=1, max_tokens=33)
+    assert ask(server, [REQUEST] * 3, sampling, concurrency=1) == [GeneratedAnswer("said", 7, truncated=False)] * 3
+    *refused, first, second, third = server.asked
+    assert len(refused) == 2 and first == second == third  # both refusals are remembered
+    assert first["max_completion_tokens"] == 33 and "top_p" not in first and first["temperature"] == 1
+
+
+def test_token_limit_with_new_name_falls_back_to_remaining_length(server: Server) -> None:
+    too_long = (400, refusal("This model's maximum context length is 96 tokens"))
+    server.reply = lambda body: too_long if "max_completion_tokens" in body else reasoning_model(body)
+    (answer,) = ask(server, [REQUEST], SamplingConfig(temperature=1))
+    assert answer.text == "said"
+
+
+SEED_REFUSAL = {"detail": [{"type": "extra_forbidden", "loc": ["body", "seed"], "msg": "Extra inputs", "input": 1}]}
+
+
+@pytest.mark.parametrize(
+    ("reply", "sampling", "advice"),
+    [
+        (reasoning_model, GREEDY, r"'temperature' does not support 0 .*; set sampling\.temperature=1"),
+        (reasoning_model, SamplingConfig(temperature=1, top_p=0.5), r"'top_p' is not .*; set sampling\.top_p=1"),
+        (lambda body: (422, SEED_REFUSAL), SamplingConfig(temperature=1), r"'seed'.*; set sampling\.temperature=0"),
+    ],
+)
+def test_unsupported_sampling_is_refused_with_advice(
+    reply: Callable[[dict[str, Any]], Reply], sampling: SamplingConfig, advice: str, server: Server
+) -> None:
+    server.reply = reply
+    with pytest.raises(EngineDied, match=f"{server.url} refuses requests .*{advice}"):
+        ask(server, [REQUEST], sampling)
 
 
 def test_concurrency_limits_requests_in_flight(server: Server) -> None:
