@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import decimal
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,11 @@ import asyncio, os, sys, time
 def good(data_source, solution_str, ground_truth, extra_info, weight=2.0): return float(ground_truth) * weight
 async def asynchronous(ground_truth, **rest):
     await asyncio.sleep(0)
+    return float(ground_truth)
+kept = []
+async def keeps_loop(ground_truth, **rest):  # as clients do
+    kept.append(asyncio.get_running_loop())
+    kept[0].call_soon(print)
     return float(ground_truth)
 def open_ended(**arguments): return arguments["extra_info"]["index"]
 def sees_truth(solution_str, **rest): return {"72": 1.0}[solution_str]
@@ -120,9 +125,11 @@ def test_rejects_function_that_cannot_be_called(mine: Path, name: str, says: str
         UserFunction(Plugin("reward.functions", str(mine), name))
 
 
-def test_asynchronous_function_gives_its_score(mine: Path) -> None:
-    function = UserFunction(Plugin("reward.functions", str(mine), "asynchronous"))
-    assert function(RewardedAnswer.to_prompt("1", {"reward_model": {"ground_truth": "7"}}, "7", num_tokens=1)) == 7
+@pytest.mark.parametrize("name", ["asynchronous", "keeps_loop"])
+def test_asynchronous_function_gives_its_scores(mine: Path, name: str) -> None:
+    answer = RewardedAnswer.to_prompt("1", {"reward_model": {"ground_truth": "7"}}, "7", num_tokens=1)
+    with closing(UserFunction(Plugin("reward.functions", str(mine), name))) as function:
+        assert [function(answer), function(answer)] == [7, 7]
 
 
 def test_rejects_verl_style_function_named_by_module(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

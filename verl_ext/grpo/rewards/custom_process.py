@@ -17,7 +17,7 @@ import struct
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any, TypeAlias
@@ -63,6 +63,12 @@ class UserFunction:
         if not callable(self._function):
             raise UserError(f"{plugin.key} names {plugin}, which is not a function")
         check_signature(self._function, plugin)
+        # one event loop for all calls, to which a function's clients, sessions and locks may stay bound
+        self._runner = asyncio.Runner()
+
+    def close(self) -> None:
+        """Close the event loop of an asynchronous function."""
+        self._runner.close()
 
     def __call__(self, answer: RewardedAnswer) -> float | None:
         """The score of one answer; None if the function does not apply to it.
@@ -73,7 +79,7 @@ class UserFunction:
         try:
             value = self._function(**_keywords(answer)) if self._by_keywords else self._function(answer)
             if inspect.iscoroutine(value):  # an asynchronous function
-                value = asyncio.run(value)
+                value = self._runner.run(value)
         except BaseException as error:  # also SystemExit and KeyboardInterrupt: only this sample loses its reward
             reason = one_line(error)[:_MAX_CHARACTERS]
             raise RewardError(RewardFailure(reason, _traceback_of(error), kind=_kind_of(error))) from error
@@ -178,7 +184,7 @@ def main() -> None:
         _send(replies, RewardFailure(str(error)))
         return
     _send(replies, None)
-    with suppress(EOFError):
+    with closing(function), suppress(EOFError):
         while True:
             answer = calls.recv()
             try:

@@ -8,7 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -188,7 +188,7 @@ def _submitter(
         started.callback(pool.close)
         return pool.submit
     if spec.plugin is not None:
-        return partial(_score_now, UserFunction(spec.plugin))
+        return partial(_score_now, started.enter_context(closing(UserFunction(spec.plugin))))
     if spec.name == LENGTH_PENALTY:
         return partial(_score_now, LengthPenalty(max_tokens, reward.length_buffer))
     return partial(_score_now, TEXT_REWARDS[spec.name])
