@@ -35,6 +35,10 @@ async def keeps_loop(ground_truth, **rest):  # as clients do
     kept.append(asyncio.get_running_loop())
     kept[0].call_soon(print)
     return float(ground_truth)
+async def raises_asynchronously(solution_str, **rest):
+    await asyncio.sleep(0)
+    if solution_str == "a": await asyncio.wait_for(asyncio.sleep(1), timeout=0)
+    sys.exit(1)
 def open_ended(**arguments): return arguments["extra_info"]["index"]
 def sees_truth(solution_str, **rest): return {"72": 1.0}[solution_str]
 def raises(data_source, solution_str, ground_truth, extra_info): return helper(solution_str)
@@ -130,6 +134,17 @@ def test_asynchronous_function_gives_its_scores(mine: Path, name: str) -> None:
     answer = RewardedAnswer.to_prompt("1", {"reward_model": {"ground_truth": "7"}}, "7", num_tokens=1)
     with closing(UserFunction(Plugin("reward.functions", str(mine), name))) as function:
         assert [function(answer), function(answer)] == [7, 7]
+
+
+def test_kind_of_failure_names_line_of_asynchronous_function(mine: Path) -> None:
+    first = FUNCTIONS[: FUNCTIONS.index('    if solution_str == "a"')].count("\n") + 1
+    with closing(UserFunction(Plugin("reward.functions", str(mine), "raises_asynchronously"))) as function:
+        kinds = []
+        for text in ("a", "b", "b"):
+            with pytest.raises(RewardError) as failed:
+                function(RewardedAnswer.to_prompt("1", {}, text, num_tokens=1))
+            kinds.append(failed.value.failure.kind)
+    assert kinds == [f"TimeoutError in line {first}", *[f"SystemExit in line {first + 1}"] * 2]
 
 
 def test_rejects_verl_style_function_named_by_module(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

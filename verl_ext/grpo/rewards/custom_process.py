@@ -88,7 +88,8 @@ class UserFunction:
 
 def _kind_of(error: BaseException) -> str:
     """Name the exception and the line of the function's file that raised it, such as `KeyError in line 6`."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]  # without this file
+    callers = (__file__, os.path.dirname(asyncio.__file__))
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(callers)]
     lines = [frame.lineno for frame in frames if frame.filename == frames[0].filename]
     return f"{type(error).__name__} in line {lines[-1]}" if lines else type(error).__name__
 
