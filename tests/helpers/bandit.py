@@ -128,6 +128,7 @@ def grpo_step(
 ) -> GRPOStep:
     """A step on the CPU, without guards of the engine and without what only a trainer needs unless given."""
     arguments = {
+        "skip_update": lambda: None,
         "timer": StepTimer(),
         "device": "cpu",
         "before_micro_batch": lambda is_last: None,

@@ -332,6 +332,35 @@ def test_sample_without_reward_is_excluded_from_loss(mode: Any) -> None:
     torch.testing.assert_close(found.scores.grad, expected.scores.grad)
 
 
+@pytest.mark.parametrize(
+    ("without", "updates"), [((0, 1, 2), "ssssss"), ((0,), "suusuu"), ((2,), "uusuus"), ((), "uuuuuu")]
+)
+def test_update_without_any_reward_is_skipped(without: tuple[int, ...], updates: str) -> None:
+    """Momentum would move the scores; each prompt is one of three mini-batches in two passes."""
+    bandit, expected, found = RecordingBandit(6), Bandit(6), ""
+    momentum = torch.ones_like(bandit.scores)
+    machine = BrokenMachine(*((index, number) for index in without for number in range(GROUP)))
+    step = step_of(bandit, machine, actor=replace(ACTOR, ppo_epochs=2), num_mini_batches=3)
+
+    def optimizer_step(loss: float) -> float:
+        nonlocal found
+        found += "u"
+        with torch.no_grad():
+            bandit.scores -= momentum
+        return 0.0
+
+    def skip_update() -> None:
+        nonlocal found
+        found += "s"
+
+    step.optimizer_step, step.skip_update = optimizer_step, skip_update
+    metrics = step.update(step.rollout(prompts(0, 1, 2), 1, GROUP))
+    assert found == updates and len(bandit.passes) == 3 * (3 - len(without))  # also for the old log-probabilities
+    torch.testing.assert_close(bandit.scores, expected.scores - momentum * updates.count("u"))
+    missing = {"train/loss", "train/grad_norm", "train/ratio_deviation_max"} - metrics.keys()
+    assert len(missing) == (0 if "u" in updates else 3)
+
+
 def test_group_with_one_reward_is_replaced() -> None:
     step = step_of(
         Bandit(40),

@@ -78,6 +78,8 @@ def test_console_prints_every_log_every_steps(capsys):
 def test_step_without_loss_tokens_is_printed() -> None:
     metrics = {"train/lr(1e-3)": 0.02, "train/num_loss_tokens": 0.0, "time/train/step_s": 1.0}
     assert shown(MetricsRow(3, 1, 0.0, metrics)) == ["step 3/2000 | no token to train on | lr 2.00e-05"]
+    metrics = {"train/samples_without_reward": 4.0, "train/lr(1e-3)": 0.02}
+    assert shown(MetricsRow(3, 1, 0.0, metrics)) == ["step 3/2000 | no reward to train on | lr 2.00e-05"]
 
 
 GRPO_ROW = {

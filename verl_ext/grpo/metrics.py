@@ -163,11 +163,13 @@ class UpdateMetrics:
         self._maxima[name] = float(largest)  # unlike Python's `max`, torch's keeps NaN
 
     def reduced(self) -> Metrics:
-        """Return the metrics over all ranks and updates by full name; collective."""
+        """Return the metrics over all ranks and updates by full name, none without an update; collective."""
         counts = {f"{name} n": count for name, count in self._counts.items()}
         sums = reduce_over_ranks(sums={**self._sums, **counts}, device=self._device)
         maxima = reduce_over_ranks(maxima=self._maxima, device=self._device)
         means = {name: sums[name] / max(sums[f"{name} n"], 1.0) for name in self._sums}
+        if not self._losses:
+            return {}
         return {
             "train/loss": sum(self._losses) / len(self._losses),
             "train/grad_norm": sum(self._grad_norms) / len(self._grad_norms),

@@ -32,15 +32,22 @@ class MiniBatch:
     Attributes:
         without_gradient: those whose advantages are all 0; they count in the metrics and in means over tokens.
         trained: the others, at least one.
+        global_batch: counts over the mini-batches of all ranks.
     """
 
     without_gradient: list[MicroBatch]
     trained: list[MicroBatch]
+    global_batch: GlobalBatch
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
         """All micro-batches."""
         return self.without_gradient + self.trained
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether any sample of any rank has a reward."""
+        return self.global_batch.num_decisions > 0
 
 
 @dataclass(eq=False)
@@ -58,6 +65,7 @@ class GRPOStep:
         max_decisions: maximum number of decisions in a sample.
         num_ranks: number of ranks whose gradients are averaged.
         optimizer_step: updates the model, given the loss over all ranks; returns the gradient norm.
+        skip_update: called instead if no sample of an update has a reward on any rank.
         timer: measures `rollout`, `reward`, `advantages`, `shard` and `update`.
         device: device for reductions over ranks.
         before_micro_batch: called before each forward pass; its argument says whether it is an update's last one.
@@ -82,6 +90,7 @@ class GRPOStep:
     max_decisions: int
     num_ranks: int
     optimizer_step: Callable[[float], float]
+    skip_update: Callable[[], None]
     timer: StepTimer
     device: str
     before_micro_batch: Callable[[bool], None]
@@ -207,22 +216,27 @@ class GRPOStep:
     # Update
 
     def update(self, trajectories: Sequence[Trajectory]) -> Metrics:
-        """Run all updates of a step and return their metrics."""
+        """Run the updates of a step that have a loss, and return their metrics: none without any."""
         metrics = UpdateMetrics(self.device)
         with self.timer.measure("shard"):
             size = len(trajectories) // self.num_mini_batches  # whole groups
             starts = range(0, size * self.num_mini_batches, size)
             mini_batches = [self._mini_batch(trajectories[start : start + size]) for start in starts]
         with self.timer.measure("update"):
-            self._add_old_and_reference_log_probs(mini_batches)
+            with_loss = [each for each in mini_batches if each.has_loss]
+            self._add_old_and_reference_log_probs(with_loss)
             for epoch in range(self.actor.ppo_epochs):
-                for number, mini_batch in enumerate(mini_batches):
-                    self._run_update(mini_batch, metrics, epoch, is_first=epoch == number == 0)
+                for mini_batch in mini_batches:
+                    if mini_batch.has_loss:
+                        self._run_update(mini_batch, metrics, epoch, epoch == 0 and mini_batch is with_loss[0])
+                    else:
+                        self.skip_update()
         return metrics.reduced()
 
     def _mini_batch(self, trajectories: Sequence[Trajectory]) -> MiniBatch:
         without_gradient, trained = self._split_by_gradient(trajectories)
-        return MiniBatch(self._micro_batches(without_gradient), self._micro_batches(trained))
+        parts = self._micro_batches(without_gradient), self._micro_batches(trained)
+        return MiniBatch(*parts, self._global_batch(parts[0] + parts[1]))
 
     def _split_by_gradient(self, trajectories: Sequence[Trajectory]) -> tuple[list[Trajectory], list[Trajectory]]:
         """Split off groups whose advantages are 0, in whole micro-batches, the same number on each rank.
@@ -265,7 +279,7 @@ class GRPOStep:
                 micro_batch["reference_log_probs"] = self.policy.reference_log_probs(micro_batch).cpu()
 
     def _run_update(self, mini_batch: MiniBatch, metrics: UpdateMetrics, epoch: int, is_first: bool) -> None:
-        batch, total = self._global_batch(mini_batch.micro_batches), 0.0
+        batch, total = mini_batch.global_batch, 0.0
         with torch.no_grad():
             for micro_batch in mini_batch.without_gradient:
                 self.before_micro_batch(False)
@@ -285,8 +299,7 @@ class GRPOStep:
             "samples": sum(float((mask.sum(-1) > 0).sum()) for mask in masks),
         }
         found = reduce_over_ranks(sums=counts, device=self.device)
-        num_decisions, num_samples = max(found["decisions"], 1.0), max(found["samples"], 1.0)
-        return GlobalBatch(num_decisions, num_samples, self.num_ranks, self.max_decisions)
+        return GlobalBatch(found["decisions"], found["samples"], self.num_ranks, self.max_decisions)
 
     def _loss(
         self, micro_batch: MicroBatch, batch: GlobalBatch, metrics: UpdateMetrics, epoch: int, is_first: bool

@@ -86,8 +86,8 @@ def names_of(pattern: str) -> list[str]:
 
 _TRAINING = Section(
     "Every training stage logs these at each step. `train/perplexity`, `train/num_loss_tokens` and `train/time(s)` "
-    "come from the SFT stages only. Without any loss token, a step makes no update, and has no loss, perplexity or "
-    "gradient norm.",
+    "come from the SFT stages only. Without any loss token (grpo: any reward), a step makes no update, and has no "
+    "loss, perplexity or gradient norm.",
     {
         "train/loss": Metric(
             "nat/token",

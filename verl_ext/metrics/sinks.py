@@ -265,7 +265,8 @@ def _training_parts(row: MetricsRow) -> list[str]:
     else:
         middle = [f"train/{_LENGTH}", "train/kl"]
     last = ["train/lr(1e-3)", "train/grad_norm", "throughput/train/tokens_per_s"]
-    loss = _part(row, "train/loss") or "no token to train on"
+    missing = "reward" if "train/samples_without_reward" in row.metrics else "token"
+    loss = _part(row, "train/loss") or f"no {missing} to train on"
     return [loss, *(_part(row, name) for name in ("train/reward_total_mean", *middle, *last))]
 
 

@@ -76,6 +76,7 @@ class RewardTrainer(PipelineTrainer):
             max_decisions=self.max_decisions,
             num_ranks=dist.get_world_size(),
             optimizer_step=lambda loss: self.optimizer_step(loss)[1],
+            skip_update=self.skip_update,
             timer=self.timer,
             device=self.device_name,
             before_micro_batch=self.before_micro_batch,
