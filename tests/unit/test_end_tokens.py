@@ -15,13 +15,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers.data import CHAT, dataset_of
 from tests.helpers.trainer import make_trainer, small_config
-from verl_ext.data.chat_template import stop_token_ids
+from verl_ext.data.chat_template import ChatTemplate, stop_token_ids
 from verl_ext.data.dataset import SampleDataset
+from verl_ext.distributed import build_meshes
 from verl_ext.errors import UserError
 from verl_ext.trainer.grpo import GRPOTrainer
 from verl_ext.trainer.model import generation_config_of
-from verl_ext.trainer.stages import load_config
-from verl_ext.trainer.tokenizer import missing_eos_token, require_embeddings
+from verl_ext.trainer.stages import STAGES, load_config
+from verl_ext.trainer.tokenizer import load_tokenizer, missing_eos_token, require_embeddings
 
 END_OF_TEXT, TURN_END = 0, 2  # of the quickstart's tokenizer
 EXPORT = "trainer.checkpoint.save_contents=[model,hf_model]"
@@ -69,6 +70,50 @@ def test_grpo_stops_at_eos_of_model_without_generation_config(
     GRPOTrainer.build_engine(trainer)
     _, _, ends, *_ = engine.call_args.args
     assert ends == [TURN_END, END_OF_TEXT]
+
+
+@pytest.mark.parametrize("engine", ["hf", "vllm"])
+def test_rollouts_stop_at_end_of_turn_of_template(
+    engine: str, base_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config("grpo", [f"model.partial_pretrain={base_model}", f"rollout.engine={engine}"])
+    tokenizer = AutoTokenizer.from_pretrained(base_model)
+    engines = {"hf": Mock(), "vllm": Mock()}
+    monkeypatch.setattr("verl_ext.trainer.grpo.HFEngine", engines["hf"])
+    monkeypatch.setattr("verl_ext.trainer.grpo.VLLMRolloutEngine", engines["vllm"])
+    monkeypatch.setattr("verl_ext.trainer.grpo.WeightSync", Mock())
+    trainer: Any = SimpleNamespace(config=config, model=None, tokenizer=tokenizer, autocast=None, device_name="cpu")
+    GRPOTrainer.build_engine(trainer)
+    call = engines[engine].call_args
+    ends = call.kwargs["end_tokens"] if engine == "vllm" else call.args[2]
+    assert ends == [TURN_END, END_OF_TEXT]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_grpo_export_stops_at_end_of_turn_of_template(
+    base_model: Path, quickstart: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [EXPORT, "prepare=[]", f"model.partial_pretrain={base_model}", "rollout.engine=hf", "trainer.logger=[]"]
+    words += [f"data.train_files={quickstart}/prompts.parquet", "data.val_files=null", "data.eval_every_steps=0"]
+    words += [f"trainer.default_local_dir={tmp_path}", "reward.functions=[reward_format]"]
+    config = load_config("grpo", words)
+    tokenizer, stage = load_tokenizer(config), STAGES["grpo"]
+    datasets = stage.load_datasets(config, tokenizer)
+    stage.trainer_class()(config, *build_meshes("cpu", 1), tokenizer, *datasets).save_checkpoint(1)
+    assert generation_config_of(str(tmp_path / "global_step_1/huggingface")).eos_token_id == [TURN_END, END_OF_TEXT]
+    assert "Turns end with <|im_end|>" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("after", "end"),
+    [("<|im_end|>\n", "<|im_end|>"), ("", ""), ("\n###\n", ""), ("<|im_end|>\n<|endoftext|>", "")],
+)
+def test_turn_end_is_single_special_token(quickstart: Path, after: str, end: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(quickstart / "model")
+    body = "{{ m.role }}: {{ m.content }}{{ after if m.role == 'assistant' else '|' }}"
+    asks = "{% if add_generation_prompt %}assistant: {% endif %}"
+    tokenizer.chat_template = "{% for m in messages %}" + body + "{% endfor %}" + asks
+    assert ChatTemplate(tokenizer, {"after": after}).turn_end == end
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -305,6 +305,15 @@ class ChatTemplate:
                     return header.strip() if prompt == self.render(chat[:-1]) and text.startswith(prompt) else ""
         return ""
 
+    @property
+    def turn_end(self) -> str:
+        """The special token that the template writes after an answer; empty if it writes none, several or text."""
+        for chat in (PROBE, [SYSTEM, *PROBE]):  # some templates require a system turn
+            with suppress(UserError, *TEMPLATE_ERRORS):
+                end = self.render(chat).rpartition(ANSWER)[2].strip()
+                return end if end in special_tokens(self.tokenizer) else ""
+        return ""
+
     def _apply(self, messages: Sequence[Message], prompt: bool, columns: Mapping[str, Any]) -> str:
         with rendering():
             return self.tokenizer.apply_chat_template(

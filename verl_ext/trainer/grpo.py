@@ -20,7 +20,6 @@ import torch.distributed as dist
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import PreTrainedModel
 
-from verl_ext.data.chat_template import stop_token_ids
 from verl_ext.data.dataset import SampleDataset, sampled_digest
 from verl_ext.data.prompts import PromptBatch
 from verl_ext.distributed import gather_results, local_world_size, on_every_rank, on_rank_zero, reduce_over_ranks
@@ -38,9 +37,10 @@ from verl_ext.processes import quiet_stdout
 from verl_ext.trainer.device import autocast, peak_memory
 from verl_ext.trainer.fsdp import FSDPReshardPolicy
 from verl_ext.trainer.fused_cross_entropy import TokenLoss
-from verl_ext.trainer.model import build_model, disable_dropout, generation_config_of, local_model_path, local_path
+from verl_ext.trainer.model import build_model, disable_dropout, local_model_path, local_path
 from verl_ext.trainer.packed_attention import attend_within_samples, enable_packing
 from verl_ext.trainer.stages import GRPOConfig, RewardStageConfig
+from verl_ext.trainer.tokenizer import rollout_stop_tokens, sync_eos_token, turn_end_tokens
 from verl_ext.trainer.trainer import Metrics, PipelineTrainer
 
 
@@ -265,9 +265,10 @@ class GRPOTrainer(RewardTrainer):
     """The same for the LoRA adapters of that model."""
 
     def build_model(self) -> PreTrainedModel:
-        """Disable dropout, whose noise would change the ratios."""
+        """Disable dropout, whose noise would change the ratios; exports also get the token that ends turns."""
         model, recorded = self.build_model_to_check()
         disable_dropout(model)
+        sync_eos_token(model, self.tokenizer, turn_end_tokens(self.config.data, self.tokenizer), self.is_main)
         logits_of = TokenLoss(model.eval(), None, self.precision, self.device_name).logits
         self.forward_check["why_not_packed"] = enable_packing(model, logits_of, self.precision, recorded)
         FSDPReshardPolicy(model, keeps_gathered=False).reshard()
@@ -328,7 +329,7 @@ class GRPOTrainer(RewardTrainer):
                 may wait for this one, so they would not reach a collective.
         """
         rollout, data, path = self.config.rollout, self.config.data, local_model_path(self.config)
-        ends = stop_token_ids(generation_config_of(path), self.tokenizer)
+        ends = rollout_stop_tokens(self.config, self.tokenizer)
         if rollout.engine == "hf":
             pad_token_id = self.tokenizer.pad_token_id
             return HFEngine(self.model, pad_token_id, ends, rollout.max_num_seqs, self.autocast, self.device_name)

@@ -10,14 +10,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from verl_ext.checkpoint.hf_tensors import unwrap_peft
 from verl_ext.console import print_line, warn
-from verl_ext.data.chat_template import renders_alike, stop_token_ids
+from verl_ext.data.chat_template import ChatTemplate, renders_alike, stop_token_ids
 from verl_ext.data.config import TextDataConfig
 from verl_ext.data.dataset import SampleDataset
 from verl_ext.data.training_templates import TEMPLATE_NAMES, read_chat_template, without_marks
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.model_files import require_no_remote_code
 from verl_ext.trainer.model import generation_config_of, local_model_path
-from verl_ext.trainer.stages import RunConfig
+from verl_ext.trainer.stages import GRPOConfig, RunConfig
 from verl_ext.verl_api import hf_tokenizer
 
 
@@ -89,14 +89,14 @@ def missing_eos_token(end_tokens: Counter[int], known: list[int], tokenizer: Pre
 def sync_eos_token(
     model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, end_tokens: Counter[int], is_main: bool
 ) -> None:
-    """Add the token that ends turns in the data to the generation settings, which exports, evaluation and GRPO use.
+    """Add the token that ends turns to the generation settings, which exports, evaluation and later stages use.
 
     The end-of-text token of a base model often differs from the end-of-turn token of its chat template: Qwen2.5 has
     `<|endoftext|>` and `<|im_end|>`. Trained on chats, it generates the latter, but would not stop there.
 
     Args:
         model: the model whose generation settings change if necessary.
-        end_tokens: number of samples by last loss token.
+        end_tokens: number of samples by last loss token; for GRPO, `turn_end_tokens`.
         is_main: whether this rank prints messages.
     """
     base = unwrap_peft(model)
@@ -108,8 +108,21 @@ def sync_eos_token(
             name = tokenizer.convert_ids_to_tokens(found)
             sentence = f"Turns end with {name}, which is not a stop token of this model; exports add it"
             print_line(sentence, sys.stderr)
-    elif is_main:
+    elif is_main and end_tokens:
         warn_if_endless(end_tokens, known)
+
+
+def turn_end_tokens(config: TextDataConfig, tokenizer: PreTrainedTokenizerBase) -> Counter[int]:
+    """Return the token that the chat template writes after an answer; empty unless it is a single special token."""
+    end = ChatTemplate(tokenizer, config.apply_chat_template_kwargs).turn_end
+    return Counter([tokenizer.convert_tokens_to_ids(end)] if end else [])
+
+
+def rollout_stop_tokens(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens that end completions: those of the model's files, and the one that `sync_eos_token` adds."""
+    known = stop_token_ids(generation_config_of(local_model_path(config)), tokenizer)
+    found = missing_eos_token(turn_end_tokens(config.data, tokenizer), known, tokenizer)
+    return known if found is None else [found, *known]
 
 
 def check_end_tokens(config: RunConfig, tokenizer: PreTrainedTokenizerBase, end_tokens: Counter[int]) -> None:
