@@ -426,6 +426,16 @@ def test_text_in_mapping_column_is_rejected(
         PromptDataset(str(path), tokenizer, config_with(quickstart, tmp_path).data)
 
 
+def test_null_members_of_extra_info_are_kept(
+    quickstart: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """Functions written for verl read them; nested ones belong to other rows."""
+    extra = [{"hint": None, "meta": {"a": 1}}, {"hint": "think", "meta": {"b": 2}}]
+    pd.DataFrame({"prompt": ["q"] * 2, "extra_info": extra}).to_parquet(tmp_path / "prompts.parquet")
+    found = PromptDataset(str(tmp_path / "prompts.parquet"), tokenizer, config_with(quickstart, tmp_path).data)
+    assert [found[row]["extra_info"] for row in range(2)] == extra
+
+
 def test_chat_template_uses_given_date(quickstart: Path, tmp_path: Path) -> None:
     """The date replaces the clock in the template's `strftime_now`."""
     tokenizer = AutoTokenizer.from_pretrained(quickstart / "model")

@@ -40,6 +40,7 @@ async def raises_asynchronously(solution_str, **rest):
     if solution_str == "a": await asyncio.wait_for(asyncio.sleep(1), timeout=0)
     sys.exit(1)
 def open_ended(**arguments): return arguments["extra_info"]["index"]
+def reads_hint(extra_info, **rest): return float(extra_info["hint"] is None)
 def sees_truth(solution_str, **rest): return {"72": 1.0}[solution_str]
 def raises(data_source, solution_str, ground_truth, extra_info): return helper(solution_str)
 def helper(text): raise LookupError("no good")
@@ -165,7 +166,7 @@ def rows(tmp_path: Path) -> Path:
     """Two rows in the format of GSM8K."""
     frame = pd.DataFrame({"prompt": [[{"role": "user", "content": "6 * 12?"}]] * 2, "data_source": ["here"] * 2})
     frame["reward_model"] = [{"style": "rule", "ground_truth": "72"}] * 2
-    frame["extra_info"] = [{"index": 3}] * 2
+    frame["extra_info"] = [{"index": 3, "hint": hint} for hint in (None, "think")]
     frame.to_parquet(tmp_path / "rows.parquet")
     return tmp_path / "rows.parquet"
 
@@ -177,7 +178,7 @@ def check_rewards_of(config: GRPOConfig) -> None:
 def test_accepts_working_functions(mine: Path, rows: Path) -> None:
     ours = [
         f"{mine}:{name}"
-        for name in ("good", "asynchronous", "open_ended", "sees_truth", "slow_at_first", "reads_input")
+        for name in ("good", "asynchronous", "open_ended", "reads_hint", "sees_truth", "slow_at_first", "reads_input")
     ]
     check_rewards_of(config_of(rows, *ours, "reward_correct", "tag_count_reward"))
 

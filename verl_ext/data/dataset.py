@@ -169,6 +169,14 @@ def drop_nulls(value: Any) -> Any:
     return None if isinstance(value, float) and value != value else value
 
 
+def drop_nulls_of_prompt(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Apply `drop_nulls` to a row for GRPO, but keep `extra_info`'s own null fields, which functions for verl read."""
+    kept: dict[str, Any] = drop_nulls(dict(row))
+    if isinstance(extra := row.get("extra_info"), dict):
+        kept["extra_info"] = {key: drop_nulls(value) for key, value in extra.items()}
+    return kept
+
+
 def check_parquet(path: Path, key: str, columns: Mapping[str, str]) -> int:
     """Check a parquet file that a configuration key names, and return its number of rows.
 

@@ -18,7 +18,7 @@ from verl_ext.data.config import PromptDataConfig, file_list
 from verl_ext.data.dataset import (
     TOOLS_FAULT,
     SampleDataset,
-    drop_nulls,
+    drop_nulls_of_prompt,
     iter_parquet_rows,
     place_of,
     unique_sample_ids,
@@ -130,7 +130,7 @@ def _records(names: Iterable[str]) -> Iterator[tuple[str, int, dict[str, Any]]]:
     """File, row and columns of each row."""
     for name in names:
         for row, record in enumerate(iter_parquet_rows(Path(name).expanduser())):
-            yield name, row, drop_nulls(record)
+            yield name, row, drop_nulls_of_prompt(record)
 
 
 def _struct(record: dict[str, Any], column: str) -> dict[str, Any]:

@@ -22,7 +22,15 @@ from eval_pipeline.problems.verl_rl import (
 )
 from verl_ext.console import print_line, warn
 from verl_ext.data.config import PromptDataConfig, file_list
-from verl_ext.data.dataset import ANSWER_KEYS, ORIGIN_KEY, drop_nulls, iter_parquet_rows, place_of, reading_parquet
+from verl_ext.data.dataset import (
+    ANSWER_KEYS,
+    ORIGIN_KEY,
+    drop_nulls,
+    drop_nulls_of_prompt,
+    iter_parquet_rows,
+    place_of,
+    reading_parquet,
+)
 from verl_ext.errors import UserError
 from verl_ext.grpo.config import RewardConfig
 from verl_ext.grpo.protocols import RewardError
@@ -151,7 +159,9 @@ def trial_answer(paths: list[Path]) -> RewardedAnswer:
 
     The answer is the ground truth if that is a text or a number, because a good completion may be.
     """
-    path, row = next((path, drop_nulls(row)) for path in paths for row in iter_parquet_rows(path, batch_size=1))
+    path, row = next(
+        (path, drop_nulls_of_prompt(row)) for path in paths for row in iter_parquet_rows(path, batch_size=1)
+    )
     unanswered = RewardedAnswer.to_prompt(place_of(str(path), 0, row), row, "", 1)
     truth = unanswered.ground_truth
     text = str(truth) if isinstance(truth, str | int | float) and str(truth).strip() else "This is a completion."
