@@ -154,6 +154,14 @@ def test_rejects_verl_style_function_named_by_module(mine: Path, monkeypatch: py
         UserFunction(Plugin("reward.functions", "mine", "good"))
 
 
+def test_function_cannot_change_data(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine.with_name("changing.py").write_text("def reward(a): return a.extra_info.pop('key') + a.ground_truth.pop()")
+    monkeypatch.syspath_prepend(mine.parent)
+    row = {"extra_info": {"key": 3}, "reward_model": {"ground_truth": [4]}}
+    with closing(UserFunction(Plugin("reward.functions", "changing", "reward"))) as function:
+        assert [function(RewardedAnswer.to_prompt("1", row, "7", num_tokens=1)) for _ in range(2)] == [7, 7]
+
+
 def config_of(data: Path, *functions: str) -> GRPOConfig:
     words = [f"reward.functions=[{','.join(functions)}]", "reward.time_limit_s=0.5", "prepare=[]"]
     config = load_config("grpo", [*words, f"data.train_files={data}", f"data.val_files={data}"])

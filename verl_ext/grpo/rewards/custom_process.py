@@ -9,6 +9,7 @@ can be called, or a failure.
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import math
 import os
@@ -77,6 +78,7 @@ class UserFunction:
             RewardError: the function raised, or returned something other than a finite number or None.
         """
         try:
+            answer = copy.deepcopy(answer)  # a function may change what it gets, but not the dataset
             value = self._function(**_keywords(answer)) if self._by_keywords else self._function(answer)
             if inspect.iscoroutine(value):  # an asynchronous function
                 value = self._runner.run(value)
