@@ -106,8 +106,8 @@ class ReplacingWorker(EvalWorker):
 
     texts: Mapping[str, str] = {}
 
-    def _open_engine(self, export: Path | None) -> Engine:
-        return ReplacingEngine(super()._open_engine(export), self.texts)
+    def _open_engine(self, batch: Batch) -> Engine:
+        return ReplacingEngine(super()._open_engine(batch), self.texts)
 
 
 class RoundEvents:

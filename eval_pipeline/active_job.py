@@ -63,6 +63,7 @@ class ActiveJob:
         self._problems = {problem.problem_id: problem for problem in problems}
         self._batches = split_into_batches(problems, config.sampling, config.batch_size)
         self._keys = [key_of(request) for batch in self._batches for request in batch]
+        self._weights = digests.model
         self._store = AnswerStore(directory, digests.answers, digests.verdicts)
         self._waiting = deque(
             number
@@ -126,6 +127,7 @@ class ActiveJob:
             sampling=self._config.sampling,
             answers={key: self._store.answers[key] for key in keys & self._store.answers.keys()},
             judged=frozenset(keys & self._store.verdicts.keys()),
+            weights=self._weights,
         )
         self._submitted.add(batch.id)
         return batch

@@ -57,6 +57,8 @@ class Batch:
     """Stored answers."""
     judged: frozenset[AnswerKey] = frozenset()
     """Answers that already have a verdict."""
+    weights: str = ""
+    """Digest of the model's weights, because a run that is resumed may save other weights in the same directory."""
 
     @property
     def needs_engine(self) -> bool:
@@ -177,7 +179,7 @@ class EvalWorker:
     def __init__(self, config: EvalConfig) -> None:
         self._config = config
         self._engine: Engine | None = None
-        self._export: Path | None = None
+        self._model: tuple[Path | None, str] | None = None
         self._engine_lock = threading.Lock()
         self._judge: JudgeClient | None = None
         self._judge_lock = threading.Lock()
@@ -225,7 +227,7 @@ class EvalWorker:
         """Generate the missing answers; returns the wall-clock seconds by phase."""
         previous = self._engine
         try:
-            engine = self._open_engine(batch.export)
+            engine = self._open_engine(batch)
             before = dict(engine.seconds) if engine is previous else {}
             emit(BatchStarted(batch.id, {"isolation": judge.isolation, "protocol": dict(engine.protocol)}))
             requests = batch.requests
@@ -246,11 +248,12 @@ class EvalWorker:
             raise
         return {name: value - before.get(name, 0.0) for name, value in engine.seconds.items()}
 
-    def _open_engine(self, export: Path | None) -> Engine:
-        if self._engine is None or self._export != export:
+    def _open_engine(self, batch: Batch) -> Engine:
+        model = batch.export, batch.weights
+        if self._engine is None or self._model != model:
             self._close_engine()
-            engine = open_engine(self._config.engine, export)
-            self._engine, self._export = engine.__enter__(), export
+            engine = open_engine(self._config.engine, batch.export)
+            self._engine, self._model = engine.__enter__(), model
         return self._engine
 
     def _close_engine(self) -> None:

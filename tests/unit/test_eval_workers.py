@@ -79,8 +79,8 @@ class Pool(WorkerPool):
 class Setup:
     """A queue with one job of two batches, and the runner that works on it."""
 
-    def __init__(self, directory: Path, pool: WorkerPool) -> None:
-        self._digests, self._directory = EvalDigests("model", "a" * 32, "v" * 32), directory / "work"
+    def __init__(self, directory: Path, pool: WorkerPool, weights: str = "model") -> None:
+        self._digests, self._directory = EvalDigests(weights, "a" * 32, "v" * 32), directory / "work"
         checkpoint = EvalCheckpoint(directory, None, step=1)
         self.jobs = JobQueue(directory, backoff_s=0)
         self.jobs.add_all([("step_1", "few", 1, self._digests.verdicts)])
@@ -225,6 +225,24 @@ def test_dead_engine_loses_only_its_own_batch(tmp_path: Path, monkeypatch: pytes
             setup.step()
     assert setup.job.state == "done" and setup.judged == [["success"] * 4]
     assert (setup.job.attempts, set(engines.asked.values())) == (0, {1})
+
+
+def test_other_weights_in_same_directory_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is resumed may save a step again."""
+    engine = MagicMock(protocol=CONTEXT["protocol"], seconds={})
+    engine.__enter__.return_value = engine
+    engine.answers.side_effect = lambda requests, _: ((request, RIGHT) for request in requests)
+    open_engine = MagicMock(return_value=engine)
+    monkeypatch.setattr("eval_pipeline.worker.open_engine", open_engine)
+    num_loads: list[int] = []
+    with EvalWorker(RECIPE) as worker:
+        for weights in ("first", "first", "second"):
+            setup = Setup(tmp_path / str(len(num_loads)), Workers(worker), weights)
+            for _ in range(2):
+                setup.step()
+            assert setup.job.state == "done"
+            num_loads.append(open_engine.call_count)
+    assert num_loads == [1, 1, 2]
 
 
 @pytest.mark.parametrize(
