@@ -6,7 +6,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -339,6 +339,8 @@ class TrainingRun:
     """`model.partial_pretrain`: the initial model."""
     wandb_proxy: str | None = None
     """`trainer.wandb_proxy`: the HTTPS proxy for W&B."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """`data.apply_chat_template_kwargs`: arguments of the chat template."""
 
 
 def read_training_run(run_dir: Path | None) -> TrainingRun:
@@ -365,14 +367,19 @@ def read_training_run(run_dir: Path | None) -> TrainingRun:
         experiment=_run_setting(config, "trainer", "experiment_name", path) or run_dir.name,
         base=_run_setting(config, "model", "partial_pretrain", path),
         wandb_proxy=_run_setting(config, "trainer", "wandb_proxy", path),
+        chat_template_kwargs={**_mapping(_mapping(config, "data", path), "data.apply_chat_template_kwargs", path)},
     )
 
 
 def _run_setting(config: Mapping[str, Any], section: str, name: str, path: Path) -> str | None:
-    values = config.get(section) or {}
-    if not isinstance(values, Mapping):
-        raise UserError(f"{path}: {section} is {values!r}; it must be a mapping")
-    value = values.get(name)
+    value = _mapping(config, section, path).get(name)
     if value is not None and not isinstance(value, str):
         raise UserError(f"{path}: {section}.{name} is {value!r}; it must be a string")
     return value or None
+
+
+def _mapping(values: Mapping[str, Any], key: str, path: Path) -> Mapping[str, Any]:
+    value = values.get(key.rpartition(".")[2]) or {}
+    if not isinstance(value, Mapping):
+        raise UserError(f"{path}: {key} is {value!r}; it must be a mapping")
+    return value

@@ -138,13 +138,15 @@ def watch(arguments: argparse.Namespace) -> int:
     """Watch a run; returns 1 if a job failed, or no checkpoint could be evaluated."""
     from eval_pipeline.checkpoints import eval_dir_of_run
     from eval_pipeline.run import EvalContext
-    from eval_pipeline.watch import watch_run
+    from eval_pipeline.watch import RunStartedError, watch_run
 
     directory = eval_dir_of_run(arguments.directory)
-    config = load_config(arguments, directory.run_dir)
-    config.engine.require_own_model("watch")
     recipe = [] if arguments.recipe is None else ["--recipe", arguments.recipe]
-    return watch_run(EvalContext(directory, config), [*recipe, *arguments.overrides])
+    while True:
+        config = load_config(arguments, directory.run_dir)
+        config.engine.require_own_model("watch")
+        with suppress(RunStartedError):  # load the configuration again
+            return watch_run(EvalContext(directory, config), [*recipe, *arguments.overrides])
 
 
 # run

@@ -28,6 +28,14 @@ OWN_VLLM_ARGUMENTS = {
     "hf_token": "store the token in the environment variable HF_TOKEN",  # recipes are logged
 }
 """Arguments of vllm.LLM that other settings determine, and how to set them."""
+OWN_TEMPLATE_ARGUMENTS = (
+    "add_generation_prompt",
+    "continue_final_message",
+    "return_dict",
+    "return_tensors",
+    "tokenize",
+)
+"""Arguments of `apply_chat_template` that are the same for every model."""
 _SOURCE_KEYS = ("format", "path", "split", "subset", "limit", "system_prompt")
 
 
@@ -80,6 +88,9 @@ class EngineConfig:
     gpu_memory_utilization: float = setting(0.9, "Fraction of GPU memory for vLLM", gt=0, le=1)
     tensor_parallel_size: int = setting(1, "GPUs per model", ge=1)
     vllm: dict[str, Any] = setting({}, "Arguments of vllm.LLM")
+    chat_template_kwargs: dict[str, Any] = setting(
+        {}, "Template arguments, such as enable_thinking; they extend the run's data.apply_chat_template_kwargs"
+    )
     base_url: str | None = setting(None, "Server URL, such as http://localhost:8000/v1", quoted=True, hidden=True)
     model: str | None = setting(None, "Model on the server; null: its only one", quoted=True)
     api_key_env: str = setting("OPENAI_API_KEY", "Variable that holds the server's key", quoted=True, hidden=True)
@@ -96,6 +107,9 @@ class EngineConfig:
         for name in self.vllm:
             if name in OWN_VLLM_ARGUMENTS:
                 raise UserError(f"engine.vllm.{name} is set elsewhere; {OWN_VLLM_ARGUMENTS[name]}")
+        for name in self.chat_template_kwargs:
+            if name in OWN_TEMPLATE_ARGUMENTS:
+                raise UserError(f"engine.chat_template_kwargs.{name} is not a template's argument; remove it")
         # the value is not shown, because it may be a key
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.api_key_env):
             raise UserError(

@@ -52,6 +52,8 @@ def load_eval_config(name: str | None, overrides: Sequence[str] = ()) -> EvalCon
 def config_for_run(recipe: str | None, overrides: Sequence[str], run_dir: Path | None) -> EvalConfig:
     """Load the given recipe, or else the training run's, or else the default.
 
+    The arguments of the chat template are those of training, extended by the recipe's.
+
     Args:
         recipe: name of a recipe; None uses `eval.recipe` of the run.
         run_dir: directory of the training run; None for a model without a run.
@@ -60,13 +62,18 @@ def config_for_run(recipe: str | None, overrides: Sequence[str], run_dir: Path |
         UserError: see `load_eval_config`; or the run names a recipe file. A recipe decides where keys are sent and
             which code runs, and a run's directory, including such a file, may come from someone else.
     """
+    run = read_training_run(run_dir)
     if not recipe:
-        recipe = read_training_run(run_dir).recipe
+        recipe = run.recipe
         if recipe is not None and (recipe.endswith((".yaml", ".yml")) or not re.fullmatch(r"[\w.-]+", recipe)):
             raise UserError(
                 f"the run's config.yaml names the recipe file {recipe}; if you trust it, add --recipe {recipe}"
             )
-    return load_eval_config(recipe, overrides)
+    config = load_eval_config(recipe, overrides)
+    kwargs = {**run.chat_template_kwargs, **config.engine.chat_template_kwargs}
+    engine = replace(config.engine, chat_template_kwargs=kwargs)
+    engine.check()
+    return replace(config, engine=engine)
 
 
 def restrict_datasets(config: EvalConfig, datasets: Collection[str]) -> EvalConfig:
@@ -146,6 +153,8 @@ class EvalDigests:
             packages: versions of the packages that programs may import.
         """
         engine = {key: value for key, value in asdict(config.engine).items() if key not in _NOT_DECISIVE}
+        if not engine["chat_template_kwargs"]:
+            del engine["chat_template_kwargs"]
         model = _digest(identity)
         answers = _digest(
             {

@@ -336,11 +336,13 @@ class EvalContext:
 
     def compared_settings(self, dataset: str) -> dict[str, Any]:
         """The part of the protocol that must be equal for results to be comparable."""
+        kwargs = self.config.engine.chat_template_kwargs
         return {
             "sampling": asdict(self.config.sampling),
             "limits": asdict(self.config.judge.limits),
             "packages": versions_of(self.config.judge.packages),
             "problems_digest": self.problems_digest(dataset),
+            **({"chat_template_kwargs": kwargs} if kwargs else {}),  # so that most results keep their form
         }
 
     def add_jobs(self, checkpoint: EvalCheckpoint, tier: int) -> list[Task]:

@@ -29,6 +29,10 @@ _WAITING = {
 """Warnings by status of the training run."""
 
 
+class RunStartedError(Exception):
+    """The run has written its configuration, and chat template arguments in it determine the prompts."""
+
+
 def watch_run(context: EvalContext, recipe: Sequence[str]) -> int:
     """Evaluate the checkpoints of a training run until it has finished and nothing is left.
 
@@ -41,6 +45,7 @@ def watch_run(context: EvalContext, recipe: Sequence[str]) -> int:
     Raises:
         UserError: the run's record or a dataset cannot be read, the datasets have no such selection metric, or no job
             can run.
+        RunStartedError: `context` was created before the run's first checkpoint, and lacks arguments of the template.
     """
     if not context.config.tiers.names:
         raise UserError("no tier of the recipe lists a dataset, so there is nothing to evaluate; set tiers.tier1")
@@ -164,6 +169,7 @@ class RunWatcher:
 
         Raises:
             UserError: the run's record or a dataset cannot be read.
+            RunStartedError: see `watch_run`.
         """
         if time.monotonic() - self._scanned >= self._context.config.poll_s:
             self._scan()
@@ -173,6 +179,8 @@ class RunWatcher:
     def _scan(self) -> None:
         has_finished = self.has_finished()  # read before the scan, so that no later checkpoint is missed
         checkpoints = self._scanner.checkpoints()
+        if checkpoints:
+            self._require_template_arguments()
         self._want([*self._add_jobs(checkpoints), *self._removed_tasks(checkpoints)])
         self._fail_removed()
         if has_finished and not self._context.unfinished(self._tasks):
@@ -183,6 +191,11 @@ class RunWatcher:
             self._tier3 = self._tier3_tasks(checkpoints)
             self._want(self._tier3)
             self.exhausted = not self._context.unfinished(self._tasks)
+
+    def _require_template_arguments(self) -> None:
+        own = self._context.config.engine.chat_template_kwargs
+        if {**read_training_run(self._run_dir).chat_template_kwargs, **own} != own:
+            raise RunStartedError
 
     def has_finished(self) -> bool:
         """Whether no further checkpoint will come; warns if the run must be started or resumed first.

@@ -248,6 +248,8 @@ class ServerSession:
         }
         if seed is not None:
             arguments["seed"] = seed
+        if kwargs := self._config.chat_template_kwargs:
+            arguments["extra_body"] = {"chat_template_kwargs": kwargs}
         for name in self._unsupported:
             arguments = _without(arguments, name)
         # parsed here, because the client accepts any page that a proxy may send instead

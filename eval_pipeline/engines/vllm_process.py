@@ -155,6 +155,7 @@ class VllmModel:
             from vllm import LLM, __version__
 
         imported = time.monotonic()
+        self._template_kwargs = config.chat_template_kwargs
         self._renders_system = False  # whether the chat template has rendered a system message
         try:
             self._llm = LLM(**vllm_arguments(config, model, on_gpu=device != "cpu"))
@@ -281,7 +282,10 @@ class VllmModel:
     def _tokenize(self, messages: list[dict[str, str]]) -> list[int]:
         tokenizer = self._llm.get_tokenizer()
         with rendering():
-            return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+            tokens = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=False, **self._template_kwargs
+            )
+        return list(tokens)
 
     def close(self) -> None:
         """End everything that vLLM started."""

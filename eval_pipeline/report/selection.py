@@ -92,14 +92,18 @@ def _comparable(model: EvaluatedModel, settings: ComparedSettings) -> set[str]:
     return {
         name
         for name, result in model.datasets.items()
-        if name in settings and _without_versions(settings[name]).items() <= _without_versions(result.protocol).items()
+        if name in settings and _compared(settings[name]).items() <= _compared(result.protocol).items()
     }
 
 
-def _without_versions(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Reduce importable packages to their names; results with different releases of a package stay comparable."""
+def _compared(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings in the form in which they are compared.
+
+    Importable packages are reduced to their names; results with different releases of a package stay comparable.
+    """
     packages = settings.get("packages")
-    return {**settings, "packages": sorted(packages)} if isinstance(packages, Mapping) else {**settings}
+    named = {"packages": sorted(packages)} if isinstance(packages, Mapping) else {}
+    return {"chat_template_kwargs": {}, **settings, **named}
 
 
 def _weighted_results(model: EvaluatedModel, datasets: Collection[str]) -> list[tuple[float, DatasetResult]]:

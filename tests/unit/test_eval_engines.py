@@ -256,7 +256,7 @@ def test_system_message_must_be_rendered(template: str, words: str | None, monke
     tokenizer.chat_template = template
     model = VllmModel.__new__(VllmModel)
     model._llm = SimpleNamespace(get_tokenizer=lambda: tokenizer)
-    model._renders_system = False
+    model._renders_system, model._template_kwargs = False, {}
     model.protocol, model.seconds = {}, {}
 
     def generate(requests: Sequence[GenerateRequest], _: SamplingConfig) -> Iterator[list[Any]]:
@@ -282,6 +282,15 @@ def test_system_message_must_be_rendered(template: str, words: str | None, monke
         assert isinstance(reply, GenerateDone)
     else:
         assert isinstance(reply, ModelRefused) and re.search(words, str(reply))
+
+
+def test_chat_template_gets_arguments_of_training() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ messages[0].content }}{% if enable_thinking is false %} without{% endif %}"
+    model = VllmModel.__new__(VllmModel)
+    model._llm = SimpleNamespace(get_tokenizer=lambda: tokenizer)
+    model._template_kwargs = {"enable_thinking": False}
+    assert tokenizer.decode(model._tokenize([{"role": "user", "content": "one"}])) == "one without"
 
 
 @pytest.mark.parametrize("error", [EOFError, BrokenPipeError, ConnectionResetError])

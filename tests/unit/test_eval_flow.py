@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from eval_pipeline import watch
 from eval_pipeline.__main__ import main
 from eval_pipeline.active_job import ActiveJob
 from eval_pipeline.checkpoints import EvalCheckpoint, eval_dir_of_run, find_checkpoint
@@ -19,7 +20,7 @@ from eval_pipeline.engines import GeneratedAnswer
 from eval_pipeline.jobs import Job
 from eval_pipeline.judge import ErrorType, Verdict
 from eval_pipeline.publish import Publisher
-from eval_pipeline.recipe import load_eval_config
+from eval_pipeline.recipe import config_for_run, load_eval_config
 from eval_pipeline.run import EvalContext, JobRunner, TaskSource, write_job_result
 from eval_pipeline.watch import RunWatcher, evaluate_checkpoint, watch_run
 from eval_pipeline.worker import (
@@ -321,6 +322,44 @@ def test_system_prompt_is_part_of_evaluation(tmp_path: Path) -> None:
     assert source_of(prompted)["system_prompt"] == "Be brief."
     with closing(context.open_job(claimed(context), step_10(context))) as active:
         assert not active.has_batches
+
+
+def test_watcher_of_run_that_starts_later_uses_its_chat_template_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = context_of(tmp_path, "wandb=false")
+    run_dir, polled = context.directory.of_run, []
+
+    def start_run(context: EvalContext, recipe: object) -> int:
+        """Watch a run that writes its configuration meanwhile."""
+        polled.append(context.config.engine.chat_template_kwargs)
+        (run_dir / "config.yaml").write_text("data: {apply_chat_template_kwargs: {enable_thinking: false}}\n")
+        assert watcher_of(context).poll()
+        return 0
+
+    monkeypatch.setattr(watch, "watch_run", start_run)
+    with pytest.raises(SystemExit) as ended:
+        main(["watch", str(run_dir), "--recipe", str(tmp_path / "few.yaml")])
+    assert polled == [{}, {"enable_thinking": False}] and ended.value.code == 0
+
+
+def test_chat_template_arguments_of_run_are_part_of_evaluation(tmp_path: Path) -> None:
+    """They change the digest of the answers, and results with other arguments are not compared."""
+    context = context_of(tmp_path, "wandb=false")
+    run_dir, recipe = context.directory.of_run, str(tmp_path / "few.yaml")
+    assert config_for_run(recipe, ["wandb=false"], run_dir) == context.config
+    evaluated(context, 20, 7, "runtime_error", owns_selection=True)
+    [plain] = [job.digest for job in context.jobs.jobs()]
+    (run_dir / "config.yaml").write_text("data: {apply_chat_template_kwargs: {enable_thinking: false}}\n")
+    config = config_for_run(recipe, ["wandb=false", "engine.chat_template_kwargs.today=Monday"], run_dir)
+    assert config.engine.chat_template_kwargs == {"enable_thinking": False, "today": "Monday"}
+    changed = EvalContext(context.directory, config)
+    assert claimed(changed, 20).digest != plain
+    evaluated(changed, 10, 3, "runtime_error", owns_selection=True)
+    assert best_of(changed)["step"] == 10
+    assert best_of(changed)["settings"]["few"]["chat_template_kwargs"] == config.engine.chat_template_kwargs
+    evaluated(context, 30, 2, "runtime_error", owns_selection=True)
+    assert best_of(context)["step"] == 20
 
 
 def test_removed_best_checkpoint_is_replaced(tmp_path: Path) -> None:

@@ -274,12 +274,22 @@ def test_run_config_is_read_with_defaults(tmp_path: Path) -> None:
         "eval: {recipe: phase1}\ntrainer: {project_name: demo, experiment_name: sft, wandb_proxy: 'http://proxy'}\n"
     )
     assert read_training_run(run_dir) == TrainingRun("phase1", "demo", "sft", wandb_proxy="http://proxy")
+    (run_dir / "config.yaml").write_text("data: {apply_chat_template_kwargs: {enable_thinking: false}}\n")
+    assert read_training_run(run_dir).chat_template_kwargs == {"enable_thinking": False}
     (run_dir / "config.yaml").write_text(json.dumps({"eval": {"recipe": None}}))
     assert read_training_run(run_dir) == TrainingRun(experiment="first")
 
 
 @pytest.mark.parametrize(
-    "text", ["eval: [", "- 1\n", "eval: {recipe: 3}\n", "eval: 3\n", "eval: {recipe: '${nowhere}'}\n"]
+    "text",
+    [
+        "eval: [",
+        "- 1\n",
+        "eval: {recipe: 3}\n",
+        "eval: 3\n",
+        "eval: {recipe: '${nowhere}'}\n",
+        "data: {apply_chat_template_kwargs: 3}\n",
+    ],
 )
 def test_invalid_run_config_is_rejected(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.yaml").write_text(text)

@@ -119,6 +119,7 @@ def test_recipe_may_be_any_file(tmp_path: Path) -> None:
         ("engine.kind=openai", "needs the server's URL"),
         ("engine.vllm=5", "'engine.vllm' to 5, but it must be a mapping of names"),
         ("engine.vllm.dtype=float32", "set engine.dtype"),
+        ("engine.chat_template_kwargs.tokenize=false", "engine.chat_template_kwargs.tokenize is not a template's"),
         ("engine.dtype=int4", "must be auto, float32"),
         ("judge.isolation=docker", "must be auto, bwrap, sandlock or rlimits"),
         ("judge.num_workers=0", "judge.num_workers is 0"),

@@ -147,6 +147,11 @@ def test_client_sends_and_reads_expected_fields(server: Server) -> None:
     assert server.keys == {f"Bearer {KEY}"}
 
 
+def test_client_sends_chat_template_arguments(server: Server) -> None:
+    ask(server, [REQUEST], chat_template_kwargs={"enable_thinking": False})
+    assert server.asked[0]["chat_template_kwargs"] == {"enable_thinking": False}
+
+
 def test_client_works_without_api_key(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TEST_API_KEY")
     assert ask(server, [REQUEST]) == [GeneratedAnswer("said", 7, truncated=False)]
