@@ -59,6 +59,7 @@ class Publisher:
         self._context, self._owns_selection = context, owns_selection
         self._published: dict[str, str] = {}  # digest by label
         self._has_warned = False
+        self._warned_partial: set[str] = set()
 
     def publish(self, tasks: Sequence[Task]) -> set[str]:
         """Publish every checkpoint whose wanted jobs have ended, with the results of all its finished jobs.
@@ -155,6 +156,7 @@ class Publisher:
             why = f"the new results cannot be compared with those that selected global_step_{last.step} ({how})"
         if selected is not None:
             write_best_checkpoint(directory.run_dir, selected, evaluated)
+            self._warn_of_partial(selected)
             incomplete = [name for name in selected.datasets if name in selected.best.incomplete]
             if incomplete:
                 on = ", ".join(incomplete)
@@ -162,6 +164,14 @@ class Publisher:
         elif exists and not self._has_warned:
             self._has_warned = True
             warn(f"{why}; {BEST} is unchanged")
+
+    def _warn_of_partial(self, selected: SelectionResult) -> None:
+        """Warn once about each checkpoint that was not compared, because it lacks results."""
+        for label in selected.partial:
+            if label not in self._warned_partial:
+                self._warned_partial.add(label)
+                on = ", ".join(selected.datasets)
+                warn(f"{label} is not compared with other checkpoints, because it lacks results on some of {on}")
 
     def _track(self, label: str) -> bool:
         """Send published results to W&B, which may take minutes. Other processes neither wait nor send them again.

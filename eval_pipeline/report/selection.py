@@ -37,6 +37,8 @@ class SelectionResult:
     """The 95% confidence interval of `value`; None if the metric is not a rate."""
     values: dict[int, float | None]
     """The metric of every evaluated checkpoint by step, even if it could not be selected; None without a value."""
+    partial: tuple[str, ...]
+    """Labels of existing checkpoints that were not compared, because they lack results on some of `datasets`."""
 
 
 def select_best(
@@ -48,9 +50,10 @@ def select_best(
 ) -> SelectionResult | None:
     """Select the best checkpoint; in a tie, the newest.
 
-    Without `dataset`, the metric is the mean over the datasets on which all compared checkpoints were evaluated,
-    weighted by number of problems; the mean of a rate is the rate over all problems. A checkpoint is compared if it was
-    evaluated on a dataset that counts and its directory still exists, so that training can continue from it.
+    Without `dataset`, the metric is the mean over the datasets that count, weighted by number of problems; the mean of
+    a rate is the rate over all problems. A checkpoint is compared if it was evaluated on all of them and its directory
+    still exists, so that training can continue from it. If there is none, all existing checkpoints with results are
+    compared on the datasets that they share.
 
     Args:
         evaluated: the run's checkpoints; models without a step are skipped.
@@ -69,14 +72,15 @@ def select_best(
         raise UserError(f"selection.metric is {metric!r}; use one of {', '.join(sorted(known))}")
     counting = {name: its for name, its in settings.items() if dataset in (None, name)}
     comparable = [(model, _comparable(model, counting)) for model in evaluated if model.step is not None]
-    compared = [(model, names) for model, names in comparable if names and model.checkpoint.is_dir()]
+    existing = [(model, names) for model, names in comparable if names and model.checkpoint.is_dir()]
+    complete = [(model, names) for model, names in existing if names == counting.keys()]
+    compared = complete or existing
     common = set.intersection(*(names for _, names in compared)) if compared else set()
     if not common:
         return None
     datasets = tuple(sorted(common))
-    values = {
-        model.saved_at: _mean(model, metric, datasets) if names >= common else None for model, names in comparable
-    }
+    values: dict[int, float | None] = {model.saved_at: None for model, _ in comparable}
+    values |= {model.saved_at: _mean(model, metric, datasets) for model, names in comparable if names >= common}
     measured = {step: value for step, value in values.items() if value is not None}
     if not measured:
         return None
@@ -84,7 +88,9 @@ def select_best(
     candidates = (model for model, _ in compared if model.step in measured)
     best = max(candidates, key=lambda model: (sign * measured[model.saved_at], model.saved_at))
     value, interval = measured[best.saved_at], _interval(best, metric, datasets)
-    return SelectionResult(best, metric, mode, datasets, settings, value, interval, values)
+    steps = {model.step for model, _ in compared}
+    partial = tuple(model.label for model, _ in existing if model.step not in steps)
+    return SelectionResult(best, metric, mode, datasets, settings, value, interval, values, partial)
 
 
 def _comparable(model: EvaluatedModel, settings: ComparedSettings) -> set[str]:

@@ -362,6 +362,28 @@ def test_chat_template_arguments_of_run_are_part_of_evaluation(tmp_path: Path) -
     assert best_of(context)["step"] == 20
 
 
+def test_checkpoint_with_failed_dataset_does_not_change_selection(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The warning comes once."""
+    context = context_of(tmp_path, "wandb=false", "tiers.tier1=[few, more]")
+    publisher = Publisher(context, owns_selection=True)
+    for step, wanted in ((10, ["few", "more"]), (20, ["few"])):
+        checkpoint = find_checkpoint(context.directory.of_run / f"global_step_{step}")
+        tasks = [task for task in context.add_jobs(checkpoint, tier=1) if task.dataset in wanted]
+        for task in tasks:
+            job = context.jobs.claim([(*task.key, task.digest)])
+            assert job is not None
+            with closing(context.open_job(job, checkpoint)) as active:
+                answer_all(active, 3 if step == 10 else 8, "runtime_error")
+                write_job_result(context, active)
+            context.jobs.finish(job, {})
+        publisher.publish(tasks)
+    publisher.update_best_checkpoint()
+    assert (best_of(context)["step"], best_of(context)["datasets"]) == (10, ["few", "more"])
+    assert capsys.readouterr().err.count("step_20 is not compared with other checkpoints") == 1
+
+
 def test_removed_best_checkpoint_is_replaced(tmp_path: Path) -> None:
     watched = chosen_run(tmp_path)
     shutil.rmtree(watched.directory.of_run / "global_step_10")

@@ -306,19 +306,32 @@ def test_other_protocol_excludes_checkpoint_from_selection(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_partial_copy_of_result_restricts_selection_datasets(tmp_path: Path, order: int) -> None:
+def test_partial_copy_of_result_does_not_restrict_selection(tmp_path: Path, order: int) -> None:
     whole = checkpoint(tmp_path, 10, x=result(0.2), y=result(0.4))
     evaluated = [whole, replace(whole, datasets={"x": whole.datasets["x"]})]
     choice = select_best(evaluated[::order], {"x": {"n": 1}, "y": {"n": 1}})
-    assert (choice.best.step, choice.datasets, choice.value) == (10, ("x",), 0.2)
+    assert (choice.best.step, choice.datasets, choice.value) == (10, ("x", "y"), pytest.approx(0.3))
+    assert choice.partial == ()
 
 
-def test_selection_uses_tier_1_problems_that_all_have(tmp_path: Path) -> None:
+def test_checkpoint_that_lacks_a_dataset_is_not_compared(tmp_path: Path) -> None:
+    evaluated = [
+        checkpoint(tmp_path, 10, x=result(0.6), y=result(0.9)),
+        checkpoint(tmp_path, 20, x=result(0.7), y=result(0.2)),
+        checkpoint(tmp_path, 30, x=result(0.9)),
+        checkpoint(tmp_path, 40, exists=False, x=result(0.9)),
+    ]
+    choice = select_best(evaluated, {"x": {"n": 1}, "y": {"n": 1}})
+    assert (choice.best.step, choice.datasets, choice.partial) == (10, ("x", "y"), ("step_30",))
+    assert (choice.values[10], choice.values[30]) == (pytest.approx(0.75), None)
+
+
+def test_selection_uses_shared_datasets_if_no_checkpoint_has_all(tmp_path: Path) -> None:
     evaluated = [
         checkpoint(tmp_path, 10, x=result(0.5, 100), y=result(0.9, 300), z=result(0.9), big=result(0.1, tier=2)),
         checkpoint(tmp_path, 20, x=result(0.9, 100), y=result(0.5, 300), big=result(0.9, tier=2)),
     ]
-    settings = {name: {"n": 1} for name in ("x", "y", "z")}
+    settings = {name: {"n": 1} for name in ("x", "y", "z", "failed")}
     choice = select_best(evaluated, settings)
     assert (choice.best.step, choice.datasets) == (10, ("x", "y"))
     assert choice.value == pytest.approx((50 + 270) / 400)

@@ -162,8 +162,8 @@ def test_report_handles_several_samples_and_no_loss(tmp_path: Path) -> None:
 
 def test_report_handles_missing_losses_and_extreme_rates(tmp_path: Path) -> None:
     evaluate(tmp_path, None, 0.0, "x", "y")
-    evaluate(tmp_path, 10, 0.0, "x", "y")
-    evaluate(tmp_path, 20, 1.0, "x")
+    evaluate(tmp_path, 10, 0.0, "x")
+    evaluate(tmp_path, 20, 1.0, "x", "y")
     text, data, directory = report(tmp_path, [{"step": 15, "val/loss": 0.7}, {"step": 20, "val/loss": 0.5}])
     assert plots(directory) == ALL_PLOTS and data["loss"]["by_step"] == {"10": None, "20": 0.5}
     assert "| 1.0000 [0.9124, 1.0000] | +1.0000 [" in text
