@@ -64,18 +64,27 @@ class EvalCheckpoint:
 
         Returns:
             The export's manifest entries; without a manifest, the files' sizes and modification times. For a served
-            model, its description.
+            model, its description and those of `served_files`.
 
         Raises:
             OSError, ValueError: the export is gone, or the manifest cannot be read.
         """
         if self.export is None:
             assert self.served is not None
-            return asdict(self.served)
+            files = self.served_files
+            return {**asdict(self.served), **({} if files is None else {"files": files})}
         if self.step is not None and (self.path / MANIFEST).exists():  # verl itself writes none
             return Manifest.read(self.path).export_entries
-        stats = {path.name: path.stat() for path in sorted(self.export.iterdir()) if path.is_file()}
-        return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
+        return _file_stats(self.export)
+
+    @property
+    def served_files(self) -> dict[str, tuple[int, int]] | None:
+        """Sizes and modification times of the files that the server has loaded; None if this machine lacks them."""
+        root = Path((self.served and self.served.root) or "")
+        try:
+            return _file_stats(root) if root.is_absolute() else None
+        except OSError:
+            return None
 
     def verify_export(self) -> None:
         """Compare the digests of a run's export with the manifest.
@@ -94,6 +103,12 @@ class EvalCheckpoint:
                 f"cannot evaluate {self.path}: its file {name} {problem}; export it again with "
                 f"`{program('checkpoint')} export {shlex.quote(str(self.run_dir))} --step {self.step}`"
             )
+
+
+def _file_stats(directory: Path) -> dict[str, tuple[int, int]]:
+    """Size and modification time of each file."""
+    stats = {path.name: path.stat() for path in sorted(directory.iterdir()) if path.is_file()}
+    return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
 
 
 def find_checkpoint(path: Path) -> EvalCheckpoint:

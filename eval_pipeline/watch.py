@@ -108,7 +108,10 @@ def evaluate_checkpoint(context: EvalContext, checkpoint: EvalCheckpoint, tier: 
         print_summary(f"Failed: evaluation of {checkpoint.label}", reasons)
     elif checkpoint.label not in published:
         directory = context.directory.results_of(checkpoint.label)
-        print_summary(f"Already evaluated: {checkpoint.label}", {"results": typed_path(directory)})
+        rows = {"results": typed_path(directory)}
+        if checkpoint.served is not None and checkpoint.served_files is None:
+            rows["weights"] = "not compared with the server's; if it has other weights now, specify another --output"
+        print_summary(f"Already evaluated: {checkpoint.label}", rows)
     return int(bool(failed))
 
 

@@ -61,6 +61,7 @@ def test_served_model_is_identified_by_server_report(recipe: Path, tmp_path: Pat
     with serving() as (_, other):
         again = evaluate(*words(recipe, other))
         assert again.stdout.startswith("Already evaluated: tiny\n") and str(tmp_path / "place") in again.stdout
+        assert "specify another --output" in again.stdout
     with serving(root="org/other", text="no answer") as (_, port):
         assert evaluate(*words(recipe, port)).returncode == 0
     assert metrics_of(tmp_path / "place")["accepted_at_1"] == 0.0  # the same name, but another model

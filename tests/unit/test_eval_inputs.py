@@ -79,6 +79,18 @@ def test_served_model_identity_follows_its_server_card(tmp_path: Path) -> None:
     assert EvalDigests.of(served_checkpoint(cards[0], tmp_path).identity(), "problems", recipes[1], {}) == first
 
 
+def test_served_model_identity_follows_local_files(tmp_path: Path) -> None:
+    export = make_export(tmp_path / "model")
+    served = served_checkpoint(ServedModel("a", str(export), 96), tmp_path)
+    before = served.identity()
+    assert served.identity() == before
+    with open(export / "model.safetensors", "ab") as file:
+        file.write(b"more")
+    assert served.identity() != before
+    for root in (None, "org/name", str(tmp_path / "none")):
+        assert served_checkpoint(ServedModel("a", root, 96), tmp_path).served_files is None
+
+
 def test_time_limits_do_not_queue_evaluations_again(tmp_path: Path) -> None:
     identity = served_checkpoint(ServedModel("a", "/m", 96), tmp_path).identity()
     recipes = [load_eval_config(None, [f"engine.timeout_s={i}", f"engine.load_timeout_s={i}"]) for i in (1, 2)]
