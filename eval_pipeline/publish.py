@@ -100,7 +100,8 @@ class Publisher:
             results = directory.results_of(label)
             write_evaluation(results, model)
             self.update_best_checkpoint()
-            retry = f"{program('eval')} retry {shlex.quote(typed_path(directory.run_dir or directory.root))}"
+            queue = directory.root if directory.one_model else directory.run_dir or directory.root
+            retry = f"{program('eval')} retry {shlex.quote(typed_path(queue))}"
             for name, num in model.incomplete.items():
                 warn(
                     f"{label} on {name} is incomplete: {num} answers have no verdict (api_error) and count as wrong; "

@@ -15,7 +15,7 @@ import pytest
 from eval_pipeline import watch
 from eval_pipeline.__main__ import main
 from eval_pipeline.active_job import ActiveJob
-from eval_pipeline.checkpoints import EvalCheckpoint, eval_dir_of_run, find_checkpoint
+from eval_pipeline.checkpoints import EvalCheckpoint, eval_dir_of_checkpoint, eval_dir_of_run, find_checkpoint
 from eval_pipeline.engines import GeneratedAnswer
 from eval_pipeline.jobs import Job
 from eval_pipeline.judge import ErrorType, Verdict
@@ -226,6 +226,16 @@ def test_incomplete_result_is_marked_and_evaluated_again(tmp_path: Path, capsys:
             main(["retry", str(run_dir)])
         assert publisher.publish([task]) == set()
         assert ("step_10 on few (1 answers without a verdict)" in capsys.readouterr().out) == bool(missing)
+
+
+def test_retry_of_trial_names_its_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = context_of(tmp_path, "wandb=false")
+    trial = EvalContext(eval_dir_of_checkpoint(step_10(run), output=None, is_trial=True), run.config)
+    evaluated(trial, 10, 7, "api_error", owns_selection=False)
+    assert f"retry {trial.directory.root}`" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="0"):
+        main(["retry", str(trial.directory.root)])
+    assert "Re-queued: step_10 on few" in capsys.readouterr().out
 
 
 OTHER_RULE = ("selection.metric=accepted_at_1", "selection.mode=min", "selection.dataset=few", "wandb=false")
