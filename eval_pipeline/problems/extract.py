@@ -75,10 +75,12 @@ def _last_lines(text: str) -> str:
 
 
 def _is_meant_to_run(program: str, final: str | None, parser: SourceParser) -> bool:
-    """Whether a program from the final part of an answer does something, or is broken code."""
-    if (tree := parser.tree(program)) is not None:
-        return acts(tree)
-    return final is not None and any(block.tag in PYTHON_TAGS for block in code_blocks(final))
+    """Whether a program from the final part of an answer does something, or is code from a Python block."""
+    if (tree := parser.tree(program)) is not None and acts(tree):
+        return True
+    if final is None or is_blank(program, parser):
+        return False
+    return any(block.tag in PYTHON_TAGS for block in code_blocks(final))
 
 
 def _function_program(text: str, tests: FunctionTests, parser: SourceParser) -> str:

@@ -240,6 +240,8 @@ def test_function_after_reasoning_is_preferred(answer: str, code: str) -> None:
         (f"{THOUGHTS_OF_SCRIPT}\n{SCRIPT}", SCRIPT),
         (f"{THOUGHTS_OF_SCRIPT}\nSo:\n\n{SCRIPT}\nThat's all.", SCRIPT),
         (f"{THOUGHTS_OF_SCRIPT}\n```python\nprint(\n```", "print(\n"),
+        (f"{THOUGHTS_OF_SCRIPT}\n```python\ndef main():\n    print(1)\n```", "def main():\n    print(1)\n"),
+        (f"{THOUGHTS_OF_SCRIPT}\n```python\n# as above\n```", DRAFT_SCRIPT),
         (f"{THOUGHTS_OF_SCRIPT}\nIt prints\n```\n6\n```", DRAFT_SCRIPT),
         (f"{THOUGHTS_OF_SCRIPT}\nThat is it.", DRAFT_SCRIPT),
     ],
