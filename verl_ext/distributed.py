@@ -81,6 +81,42 @@ def on_rank_zero(function: Callable[[], T], group: ProcessGroup | None = None) -
     return cast("T", gather_results(lambda: function() if is_zero else None, group)[0])
 
 
+def require_same_settings(settings: Mapping[str, Any]) -> None:
+    """Refuse a launcher with settings other than those of the first node; collective.
+
+    With another learning rate or number of steps, the ranks of a node would train something else, or wait forever.
+
+    Args:
+        settings: values by dotted key. Existing files may have other paths on other nodes, but not other names.
+
+    Raises:
+        UserError: a setting differs.
+    """
+    own = {key: _without_directories(value) for key, value in settings.items()}
+    first = on_rank_zero(lambda: own)
+
+    def compare() -> None:
+        differing = [key for key in sorted(own.keys() | first.keys()) if own.get(key) != first.get(key)]
+        if differing:
+            values = ", ".join(f"{key}: {first.get(key)} and {own.get(key)}" for key in differing[:3])
+            more = f", and {len(differing) - 3} more" if len(differing) > 3 else ""
+            node = os.environ.get("GROUP_RANK", "?")
+            raise UserError(
+                f"the first node and node {node} have different settings ({values}{more}); start the same command on "
+                "every node"
+            )
+
+    gather_results(compare)
+
+
+def _without_directories(value: Any) -> Any:
+    """Reduce the paths of existing files to their names."""
+    if isinstance(value, list):
+        return [_without_directories(each) for each in value]
+    is_path = isinstance(value, str) and os.sep in value and Path(value).expanduser().exists()
+    return Path(value).name if is_path else value
+
+
 def require_shared_directory(directory: Path) -> None:
     """Refuse a directory that is not the same on all nodes; collective.
 

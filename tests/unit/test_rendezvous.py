@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
@@ -36,10 +36,22 @@ class Cluster:
         return [info.bootstrap_store_info.master_port for info in infos]
 
 
+NewCluster = Callable[[int], Cluster]
+
+
 @pytest.fixture
-def threads() -> Iterator[ThreadPoolExecutor]:
+def new_cluster() -> Iterator[NewCluster]:
+    clusters: list[Cluster] = []
+
+    def new(num_nodes: int) -> Cluster:
+        clusters.append(Cluster(num_nodes, threads))
+        return clusters[-1]
+
     with ThreadPoolExecutor() as threads:
-        yield threads
+        yield new
+        for cluster in clusters:
+            for node in reversed(cluster.nodes):
+                node.shutdown()
 
 
 @pytest.fixture(autouse=True)
@@ -47,8 +59,8 @@ def always_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "POLL_S", 0)
 
 
-def test_failure_of_one_node_reaches_all_and_they_meet_again_at_new_store(threads: ThreadPoolExecutor) -> None:
-    cluster = Cluster(3, threads)
+def test_failure_of_one_node_reaches_all_and_they_meet_again_at_new_store(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(3)
     first = cluster.meet()
     assert len(set(first)) == 1
     assert [node.num_nodes_waiting() for node in cluster.nodes] == [0, 0, 0]
@@ -62,8 +74,8 @@ def test_failure_of_one_node_reaches_all_and_they_meet_again_at_new_store(thread
     assert [node.num_nodes_waiting() for node in cluster.nodes] == [0, 0, 0]
 
 
-def test_waiting_nodes_follow_one_that_was_started_again(threads: ThreadPoolExecutor) -> None:
-    cluster = Cluster(3, threads)
+def test_waiting_nodes_follow_one_that_was_started_again(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(3)
     waiting = cluster.start(cluster.nodes[0])
     killed = cluster.nodes[1]
     killed._registry = killed._connect()
@@ -74,10 +86,10 @@ def test_waiting_nodes_follow_one_that_was_started_again(threads: ThreadPoolExec
 
 
 def test_node_names_those_it_waits_for(
-    threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(rendezvous, "ANNOUNCE_AFTER_S", 0)
-    cluster = Cluster(4, threads)
+    cluster = new_cluster(4)
     waiting = [cluster.start(node) for node in (cluster.nodes[0], cluster.nodes[2])]
     announced = ""
 
@@ -93,10 +105,34 @@ def test_node_names_those_it_waits_for(
             each.result()
 
 
-def test_loss_of_first_node_ends_the_others_after_a_while(
-    threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+def test_loss_of_a_node_ends_the_others_but_one_that_left_is_not_lost(
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster = Cluster(2, threads)
+    monkeypatch.setattr(rendezvous, "BEAT_S", 0.01)
+    cluster = new_cluster(3)
+    cluster.meet()
+    first, second, third = cluster.nodes
+    second.shutdown()
+    assert first._registry is not None and third._heartbeat is not None
+    registry, key = first._registry, first._key("beats/2")
+    monkeypatch.setattr(rendezvous, "LOST_AFTER_S", -1)
+
+    for _ in range(3):  # by this limit, the third node is lost if a poll finds no new heartbeat
+        before = registry.add(key, 0)
+        wait_until(lambda before=before: registry.add(key, 0) > before)
+        assert first.num_nodes_waiting() == 0
+    third._heartbeat.stop()  # the machine is gone
+    with pytest.raises(NodeFailedError, match="^node 2: no sign of life for -1 s$"):
+        first.num_nodes_waiting()
+        first.num_nodes_waiting()
+    with pytest.raises(NodeFailedError, match="^node 2: no sign of life for -1 s$"):
+        second.num_nodes_waiting()
+
+
+def test_loss_of_first_node_ends_the_others_after_a_while(
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = new_cluster(2)
     cluster.meet()
     first, second = cluster.nodes
     first._registry = first._store = None

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 
@@ -35,6 +37,10 @@ POLL_S = 1.0
 """How often a node asks whether another one has failed."""
 REPLY_TIMEOUT_S = 60.0
 """How long the first node may take to reply, or be unreachable, before it counts as lost."""
+BEAT_S = 10.0
+"""Seconds between two heartbeats of a node."""
+LOST_AFTER_S = 90.0
+"""Without a heartbeat for this long, a node counts as lost."""
 
 
 class SingleGroup(RendezvousHandler):
@@ -90,9 +96,9 @@ class ClusterRendezvous(SingleGroup):
     """The rendezvous of several nodes: every failure of a node starts a new generation of the whole group.
 
     The launcher of node 0 keeps a registry at MASTER_ADDR:MASTER_PORT for as long as it lives. Each node joins the
-    current generation once. If it joins again, or announces a failure, the generation is over, and the other nodes
-    end their ranks, which would otherwise wait for peers that have ended until a collective times out. Each
-    generation has a store of its own, because a new rank must not read what an earlier one wrote.
+    current generation once. If it joins again, announces a failure, or sends no more heartbeats, the generation is
+    over, and the other nodes end their ranks, which would otherwise wait for peers that have ended until a collective
+    times out. Each generation has a store of its own, because a new rank must not read what an earlier one wrote.
 
     Args:
         node: rank of this node.
@@ -109,6 +115,8 @@ class ClusterRendezvous(SingleGroup):
         self._waits_since = self._asked_at = time.monotonic()
         self._has_announced = False
         self._lost_at: float | None = None
+        self._heartbeat: _Heartbeat | None = None
+        self._last_beats: dict[int, tuple[int, float]] = {}  # by node: their number, and when it last changed
 
     def get_backend(self) -> str:
         return CLUSTER
@@ -128,13 +136,16 @@ class ClusterRendezvous(SingleGroup):
         port = int(self._registry.get(self._key("port")))
         if self._store is None:
             self._store = TCPStore(self._address, port, is_master=False, timeout=timedelta(seconds=REPLY_TIMEOUT_S))
+        self._last_beats = {}
+        if self._node > 0:
+            self._heartbeat = _Heartbeat(self._registry, self._key(f"beats/{self._node}"))
         return RendezvousInfo(self._store, self._node, self._num_nodes, RendezvousStoreInfo(self._address, port))
 
     def num_nodes_waiting(self) -> int:
         """Always 0; torchrun calls this method several times a second while the ranks run.
 
         Raises:
-            NodeFailedError: the generation is over, or node 0 is lost.
+            NodeFailedError: the generation is over, or a node is lost.
         """
         now = time.monotonic()
         if now - self._asked_at < POLL_S:
@@ -145,6 +156,8 @@ class ClusterRendezvous(SingleGroup):
                 raise NodeFailedError(Failure("node 0 cannot be reached", exit_code=1))
             return 0
         try:
+            if self._node == 0:
+                self._end_if_node_is_lost(now)
             reason = self._reason()
         except DistError:  # perhaps the run is ending, and this node is the last
             self._lost_at = now
@@ -153,12 +166,22 @@ class ClusterRendezvous(SingleGroup):
             raise NodeFailedError(reason)
         return 0
 
+    def shutdown(self) -> bool:
+        """End the heartbeats of this node, whose ranks have ended."""
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
+            self._heartbeat = None
+            with suppress(DistError):  # node 0 has ended, too
+                assert self._registry is not None
+                self._registry.set(self._key(f"left/{self._node}"), "1")
+        return True
+
     def announce(self, failure: Failure) -> None:
         """Tell the other nodes that the ranks of this node have failed."""
         if self._registry is None or self._lost_at is not None:
             return
         try:
-            self._end_generation(failure)
+            self._end_generation(self._node, failure)
         except DistError:  # node 0 has ended, too
             self._lost_at = time.monotonic()
 
@@ -176,7 +199,7 @@ class ClusterRendezvous(SingleGroup):
             self._generation = self._registry.add("generation", 0)
             if self._registry.add(self._key(f"joined/{self._node}"), 1) == 1:
                 break
-            self._end_generation(Failure("it was started again", exit_code=1))
+            self._end_generation(self._node, Failure("it was started again", exit_code=1))
         self._store = None
         if self._node == 0:
             self._store = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
@@ -210,9 +233,19 @@ class ClusterRendezvous(SingleGroup):
             return []
         return [node for node, key in keys.items() if not self._registry.check([key])]
 
-    def _end_generation(self, failure: Failure) -> None:
+    def _end_if_node_is_lost(self, now: float) -> None:
         assert self._registry is not None
-        reason = f"{failure.exit_code} node {self._node}: {failure.message}"
+        for node in range(1, self._num_nodes):
+            beats = self._registry.add(self._key(f"beats/{node}"), 0)
+            last, since = self._last_beats.get(node, (None, now))
+            if beats != last:
+                self._last_beats[node] = beats, now
+            elif now - since > LOST_AFTER_S and not self._registry.check([self._key(f"left/{node}")]):
+                self._end_generation(node, Failure(f"no sign of life for {LOST_AFTER_S:.0f} s", exit_code=1))
+
+    def _end_generation(self, node: int, failure: Failure) -> None:
+        assert self._registry is not None
+        reason = f"{failure.exit_code} node {node}: {failure.message}"
         self._registry.compare_set(self._key("reason"), "", reason)
         self._registry.compare_set("generation", str(self._generation), str(self._generation + 1))
 
@@ -226,6 +259,29 @@ class ClusterRendezvous(SingleGroup):
 
     def _key(self, name: str) -> str:
         return f"{self._generation}/{name}"
+
+
+class _Heartbeat:
+    """Counts up a key of the registry, in a thread, until it is stopped or the registry cannot be reached.
+
+    A connection of its own keeps it from delaying other requests.
+    """
+
+    def __init__(self, registry: TCPStore, key: str) -> None:
+        self._registry, self._key = TCPStore(registry.host, registry.port, is_master=False), key
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat of node", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with suppress(DistError):  # `num_nodes_waiting` notices that node 0 is lost
+            while not self._ended.is_set():
+                self._registry.add(self._key, 1)
+                self._ended.wait(BEAT_S)
 
 
 def _list_nodes(nodes: list[int]) -> str:

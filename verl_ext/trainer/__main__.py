@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from verl_ext.cli import child_process_args
 from verl_ext.commands import program
+from verl_ext.config.schema import flat
 from verl_ext.console import print_line
 from verl_ext.console_log import recording_console
 from verl_ext.errors import STOP_SIGNALS, USER_ERROR_EXIT_CODE, Stop, UserError
@@ -24,6 +25,9 @@ from verl_ext.metrics.sinks import drop_tensorboard_errors
 from verl_ext.metrics.timing import process_start, startup
 from verl_ext.processes import LAUNCHER_PID, StopSignals, defer_gc, end_with_parent, quiet_stdout
 from verl_ext.trainer.stages import STAGES, RunConfig, read_config
+
+MAY_DIFFER_BETWEEN_NODES = ("trainer.default_local_dir", "trainer.resume_mode", "eval.")
+"""Keys that only the first node uses, or whose values are paths; a launcher that restarts its ranks sets the mode."""
 
 
 def main() -> None:
@@ -120,6 +124,7 @@ def run_rank(config: RunConfig) -> int:
             local_world_size,
             on_every_rank,
             on_rank_zero,
+            require_same_settings,
             require_shared_directory,
         )
         from verl_ext.trainer.device import prepare_device
@@ -131,6 +136,10 @@ def run_rank(config: RunConfig) -> int:
     device_name = prepare_device(config)
     with quiet_stdout():
         init_process_group(device_name)
+    if config.trainer.nnodes > 1:
+        settings = {key: value for key, value in flat(config).items() if not key.startswith(MAY_DIFFER_BETWEEN_NODES)}
+        require_same_settings(settings)
+    with quiet_stdout():
         meshes = build_meshes(device_name, config.sequence_parallel_size)
     # Dropout differs between ranks, but not between ranks that share a sequence.
     set_seed(config.trainer.seed + dist.get_rank() // config.sequence_parallel_size)
