@@ -74,7 +74,16 @@ class ShardedModel:
             save_contents=CONTENTS, load_contents=CONTENTS, async_save=kind == "async", keep_best=0
         )
         return CheckpointManager(
-            config=config, compute_dtype=torch.bfloat16, last_step=0, seed=0, stream=0, **arguments
+            config=config,
+            compute_dtype=torch.bfloat16,
+            last_step=0,
+            seed=0,
+            dp_size=dist.get_world_size(),
+            dp_rank=dist.get_rank(),
+            updates_per_step=1,
+            config_digest="",
+            optimizer_name="AdamW",
+            **arguments,
         )
 
 
