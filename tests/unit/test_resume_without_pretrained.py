@@ -122,6 +122,18 @@ def test_resumed_run_equals_undisturbed_run(override: str, quickstart: Path, tmp
     assert_resumes_exactly(Run(quickstart, tmp_path, override))
 
 
+def test_random_states_of_ranks_that_shared_other_sequences_are_not_loaded(quickstart: Path, tmp_path: Path) -> None:
+    trainer = Run(quickstart, tmp_path).save()
+    manager, checkpoint = trainer.checkpoint_manager, tmp_path / f"run/global_step_{SAVED_AT}"
+    saved = torch.get_rng_state()
+    torch.rand(1)
+    manager._load_extra(checkpoint)
+    assert torch.equal(torch.get_rng_state(), saved)
+    manager.dp_size = 2  # as with another ulysses_sequence_parallel_size on the same number of ranks
+    manager._load_extra(checkpoint)
+    assert not torch.equal(torch.get_rng_state(), saved)
+
+
 @pytest.mark.parametrize(
     ("family", "packs"),
     [("gemma3", True), ("gpt2", True), ("qwen3_moe", True), ("stablelm", False), ("gpt_oss", False), ("mamba", False)],

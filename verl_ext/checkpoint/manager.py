@@ -47,6 +47,7 @@ class CheckpointManager(FSDPCheckpointManager):
         compute_dtype: torch.dtype,
         last_step: int,
         seed: int,
+        dp_size: int,
         dp_rank: int,
         updates_per_step: int,
         config_digest: str,
@@ -60,6 +61,7 @@ class CheckpointManager(FSDPCheckpointManager):
             compute_dtype: dtype of the forward pass, for exports with `export.dtype=auto`.
             last_step: last step of the run, which is always exported.
             seed: the run's `trainer.seed`.
+            dp_size: number of data-parallel ranks; several ranks may share a sequence.
             dp_rank: data-parallel rank, which seeds random numbers; ranks that share a sequence have the same.
             updates_per_step: optimizer updates per step, each of which advances the schedule.
             optimizer_name: qualified class name of the optimizer, for the manifest.
@@ -71,7 +73,7 @@ class CheckpointManager(FSDPCheckpointManager):
         """
         contents = {"save_contents": list(config.save_contents), "load_contents": list(config.load_contents)}
         super().__init__(checkpoint_config=OmegaConf.create(contents), **kwargs)
-        self.config, self.seed, self.dp_rank = config, seed, dp_rank
+        self.config, self.seed, self.dp_size, self.dp_rank = config, seed, dp_size, dp_rank
         self.updates_per_step = updates_per_step
         self.config_digest, self.optimizer_name = config_digest, optimizer_name
         self.hyperparameters = hyperparameters
@@ -183,6 +185,7 @@ class CheckpointManager(FSDPCheckpointManager):
             state[EXTRA] = {
                 "lr_scheduler": self.lr_scheduler.state_dict(),
                 "updates_per_step": self.updates_per_step,
+                "dp_size": self.dp_size,
                 "rng": self.get_rng_state(),
             }
         return state
@@ -224,10 +227,12 @@ class CheckpointManager(FSDPCheckpointManager):
     def _load_extra(self, checkpoint: Path) -> None:
         """Load the schedule, and the RNG states if ranks and device type are the same; otherwise `derived_seed`."""
         files = ShardFiles(checkpoint, EXTRA)
-        same_ranks = files.world_size == self.world_size
-        extra = files.content(self.rank if same_ranks else 0)
+        same_number = files.world_size == self.world_size
+        extra = files.content(self.rank if same_number else 0)
         self._load_schedule(extra["lr_scheduler"], extra.get("updates_per_step", self.updates_per_step))
-        if same_ranks and get_device_name() in extra["rng"]:  # states of a GPU include that of the CPU
+        same_sequences = extra.get("dp_size", self.dp_size) == self.dp_size
+        # States of a GPU include that of the CPU.
+        if same_number and same_sequences and get_device_name() in extra["rng"]:
             self.load_rng_state(extra["rng"])
         else:
             set_seed(derived_seed(self.seed, Manifest.read(checkpoint).step, self.dp_rank))

@@ -254,6 +254,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
             compute_dtype=self.precision,
             last_step=self.total_training_steps,
             seed=trainer.seed,
+            dp_size=self.dp_size,
             dp_rank=self.dp_rank,
             updates_per_step=self.config.updates_per_step,
             config_digest=config_digest(as_dict(self.config)),
