@@ -155,7 +155,12 @@ def meant_option(typed: str, known: Iterable[str]) -> str | None:
 
 def meant_command(typed: str, known: Collection[str]) -> str | None:
     """The command that was probably meant; None if none is similar."""
-    return _first(COMMANDS.get(typed.lower(), ()), known) or _nearest(typed.lower(), {name: name for name in known})
+    return _first(COMMANDS.get(typed.lower(), ()), known) or similar_name(typed, known)
+
+
+def similar_name(typed: str, known: Iterable[str]) -> str | None:
+    """The most similar name; None if none is similar."""
+    return _nearest(typed.lower(), {name: name for name in known})
 
 
 def _plain(word: str) -> str:

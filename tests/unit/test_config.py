@@ -58,6 +58,7 @@ def test_7b_recipe_has_specified_hyperparameters() -> None:
     [
         ("optm.lr=1", "did you mean 'optim.lr'"),
         ("data.batch_size=3", "did you mean 'data.train_batch_size'"),
+        ("data.prefetch_batches=2", "known keys of 'data' are .*train_batch_size, "),
         ("optim.lr=fast", "must be a number"),
         ("data.train_batch_size=1.5", "must be an integer"),
         ("data.train_batch_size=true", "must be an integer"),

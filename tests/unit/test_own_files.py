@@ -220,7 +220,7 @@ def test_other_parquet_is_used_directly(repository: Path, columns: dict[str, obj
 def test_parquet_is_not_validated_on_data_of_recipe(stage: str, column: str, repository: Path) -> None:
     parquet.write_table(pyarrow.table({column: TURNS}), "mine.parquet")
     mine = "data.train_files=mine.parquet"
-    with pytest.raises(UserError, match=r"data.val_files=\S+ belongs to the recipe's .*data.train_files=mine.parquet"):
+    with pytest.raises(UserError, match=r"data.val_files=\S+, set by .*data.train_files=mine.parquet"):
         launched(mine, stage=stage)
     assert launched(mine, "data.val_files=mine.parquet", stage=stage).data.val_files == "mine.parquet"
     [val] = file_list(launched(stage=stage).data.val_files)

@@ -634,6 +634,12 @@ def test_text_is_kept_verbatim(tmp_path: Path) -> None:
         ("in.json", '[{"prompt": "p", "response": "r"} {}]', "after row 1"),
         ("in.json", '[{"prompt": "p", "response": "r"}, {]', "from row 2 on"),
         ("in.json", '{"data": []}', "row 1: its columns data contain no known conversation layout"),
+        ("in.jsonl", '{"instrution": "p", "output": "r"}', "rename 'instrution' to 'instruction', or specify them"),
+        (
+            "in.jsonl",
+            '{"messages": [{"role": "user", "contnt": "p"}]}',
+            "row 1: turn 1 has no content, but the unknown key 'contnt'; rename the key to 'content'",
+        ),
         ("in.jsonl", '{"text": "once"}', "only plain text, and training needs chats; split each text"),
     ],
 )

@@ -198,8 +198,8 @@ class CheckpointWriter:
 
         on_rank_zero(discard, self.group)
         return UserError(
-            f"{self.final.name} cannot be saved: {error}, then run the same command again to resume from the last "
-            "complete checkpoint"
+            f"{self.final.name} cannot be saved: {error}, then run the same command again, which resumes from the last "
+            "complete checkpoint, if there is one"
         )
 
 

@@ -167,6 +167,10 @@ class Composer:
             return "pass the number of ranks as the first argument of the command"
         if meant is not None:
             return f"did you mean '{meant}'?"
+        section = name.rpartition(".")[0]
+        siblings = [each.rpartition(".")[2] for each in self._keys if section and each.rpartition(".")[0] == section]
+        if siblings:
+            return f"known keys of '{section}' are {', '.join(siblings)}"
         sections = ", ".join(dict.fromkeys(each.partition(".")[0] for each in self._keys))
         how_to_add = f" (+{name}=... adds one on purpose)" if self._extensible else ""
         return f"known keys begin with {sections}{how_to_add}"

@@ -235,7 +235,7 @@ def refuse_val_files_of_other_data(data: ChatDataConfig | PromptDataConfig) -> N
     has_train = all(path.is_file() for path in places)  # otherwise another check says so
     if val and has_train and {path.parent for path in places}.isdisjoint(path.parent for path in val_places):
         raise UserError(
-            f"data.val_files={','.join(val)} belongs to the recipe's training data, not to "
+            f"data.val_files={','.join(val)}, set by the recipe or by default, does not belong to "
             f"data.train_files={','.join(train)}; set data.val_files to a file of yours, or to null"
         )
 

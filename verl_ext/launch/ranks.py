@@ -146,7 +146,7 @@ class RankSupervisor:
             self._signaled.add(rank.pid)
         self._kill_at = time.monotonic() + (self._grace_s if self._signaled else 0)
         saving = f"saving after the current step, within {self._grace_s:g} s"
-        waiting = f"no rank is running yet, exiting within {LEAVE_AFTER_S:g} s"
+        waiting = f"no rank is running, exiting within {LEAVE_AFTER_S:g} s"
         quits = "SIGKILL" if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN else "SIGQUIT"  # ignored behind `&`
         again = "press Ctrl-C again" if number is signal.SIGINT else f"send {quits}"
         print_line(f"{number.name}: {saving if self._signaled else waiting}; {again} to stop immediately")

@@ -21,6 +21,7 @@ from verl_ext.data.config import MESSAGES_KEYS, PREFERENCE_KEYS, PROMPT_KEYS, RE
 from verl_ext.data.dataset import ORIGIN_KEY
 from verl_ext.data.prepare.tables import Row, RowError
 from verl_ext.errors import UserError
+from verl_ext.suggestions import similar_name
 
 INPUT_KEYS = ("input", "context")
 """Columns that continue an `instruction`."""
@@ -119,9 +120,11 @@ def detect_layout(row: Row, keys: ChatColumns) -> ChatLayout:
             "it has only plain text, and training needs chats", "split each text into a prompt and a response"
         )
     if prompt is None or response is None:
+        similar = {name: similar_name(name, (*MESSAGES_KEYS, *PROMPT_KEYS, *RESPONSE_KEYS)) for name in sorted(row)}
+        typos = [f"'{name}' to '{meant}'" for name, meant in similar.items() if meant not in (None, name)]
         raise RowError(
             f"its columns {', '.join(sorted(row))} contain no known conversation layout",
-            "specify them with --messages-key, or with --prompt-key and --response-key (for SFT "
+            f"{f'rename {typos[0]}, or ' if typos else ''}specify them with --messages-key, or with --prompt-key and --response-key (for SFT "
             "data.multiturn.messages_key, or data.prompt_key and data.response_key)",
         )
     if prompt == "instruction":
@@ -404,6 +407,8 @@ def _to_turn(turn: Any, where: str) -> Row:
             "drop the row, or end its chat before this turn",
         )
     unknown = [name for name in turn if name not in TURN_KEYS]
+    if unknown and turn.get("content") is None and not turn.get("tool_calls"):
+        raise RowError(f"{where} has no content, but the unknown key {unknown[0]!r}", "rename the key to 'content'")
     if unknown:
         raise RowError(f"{where} has the key {unknown[0]!r}, which training ignores", "remove the key or the row")
     turn["content"] = _join_text_parts(turn.get("content"), where)

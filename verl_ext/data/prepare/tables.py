@@ -440,7 +440,7 @@ def choose_val_groups(groups: Sequence[str], val_fraction: float, seed: int, gro
     if len(sizes) < 2:
         problem = f"all {len(groups)} rows have the same {grouped_by} and stay on one side of the split"
         if len(groups) == 1:
-            problem = "there is only 1 row"
+            problem = "there is only 1 distinct row"
         raise UserError(
             f"{problem}, but a split needs 2 sides; add other rows, or disable validation (data.val_files=null; "
             "--val-fraction 0)"
