@@ -2,7 +2,7 @@
 # Supervised fine-tuning: bash run_sft.sh NUM_RANKS [recipe=NAME] [key=value ...]; see --help.
 set -euo pipefail
 export VERL_EXT_CALLED_FROM=$PWD
-cd "$(dirname "${BASH_SOURCE[0]}")"
+CDPATH= cd "$(dirname "${BASH_SOURCE[0]}")"
 source scripts/environment.sh
 choose_python_for "$@"
 exec "$PYTHON" -m verl_ext.launch sft "$@"

@@ -13,7 +13,7 @@
 #   0  done
 #   2  bad input; the message says how to fix it
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH= cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case "${1:-}" in
   --help | -h) sed -n '2,/^set/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
   --quick) [[ $# == 1 ]] || wrong="--quick takes no further arguments" ;;

@@ -3,7 +3,7 @@
 # Needs a network and pip-audit (pipx install pip-audit). Exits with 1 if a vulnerability is found or a package cannot
 # be looked up; without --strict, the latter would go unnoticed.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH= cd "$(dirname "${BASH_SOURCE[0]}")/.."
 flavor=cpu
 case "${1:-}" in
   --help | -h) sed -n '2,4s/^# //p' "${BASH_SOURCE[0]}"; exit 0 ;;

@@ -6,7 +6,8 @@
 unset PYTHONHOME PYTHONOPTIMIZE  # another installation's modules, and transformers without its docstrings, cannot be used
 
 read_versions() {  # sets least and beyond, which the caller declares
-  read -r least beyond < <(sed -nE 's/^requires-python = ">=3\.([0-9]+),<3\.([0-9]+)".*/\1 \2/p' pyproject.toml)
+  # Not from `< <(...)`, here and below: nobody would wait for that process, which stays a zombie after `exec`.
+  read -r least beyond <<< "$(sed -nE 's/^requires-python = ">=3\.([0-9]+),<3\.([0-9]+)".*/\1 \2/p' pyproject.toml)"
 }
 
 find_base_python() {  # python3 if pyproject.toml allows its version, or else the newest allowed version
@@ -84,12 +85,13 @@ ensure_venv() {
 }
 
 require_supported_python() {  # $1: an interpreter
-  local least beyond major minor
+  local least beyond version major minor
   read_versions
-  read -r major minor < <("$1" -E -S -c 'import sys; print("%d %d" % sys.version_info[:2])' 2>/dev/null) || {
+  version=$("$1" -E -S -c 'import sys; print("%d %d" % sys.version_info[:2])' 2>/dev/null) || {
     echo "error: VERL_EXT_PYTHON is '$1', which does not run as Python; correct or unset it" >&2
     exit 2
   }
+  read -r major minor <<< "$version"
   if [ "$major" -ne 3 ] || [ "$minor" -lt "$least" ] || [ "$minor" -ge "$beyond" ]; then
     echo "error: VERL_EXT_PYTHON is Python $major.$minor; it must be 3.$least to 3.$((beyond - 1))" >&2
     exit 2
@@ -106,6 +108,10 @@ choose_python() {
     ensure_venv
     PYTHON=$PWD/.venv/bin/python
   fi
+  import_from_checkout
+}
+
+import_from_checkout() {
   export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 }
 
@@ -113,7 +119,11 @@ choose_python_for() {  # the arguments of a command
   local word
   for word in "$@"; do
     case $word in
-      --help | -h) PYTHON=$(find_base_python); return ;;  # help needs no packages, so it creates no .venv
+      --help | -h)  # help needs no packages, so it creates no .venv
+        if PYTHON=$(find_base_python 2>/dev/null); then
+          import_from_checkout
+          return
+        fi ;;
     esac
   done
   choose_python

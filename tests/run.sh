@@ -25,7 +25,7 @@
 #   1  a test or a check failed, or a test left a process behind; other codes are pytest's
 #   2  bad input; the message says how to fix it
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH= cd "$(dirname "${BASH_SOURCE[0]}")/.."
 for word in "$@"; do
   if [[ $word == --help || $word == -h ]]; then sed -n '2,/^set/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0; fi
 done

@@ -79,11 +79,31 @@ def test_variables_that_break_python_are_unset() -> None:
 
 
 def test_only_a_whole_argument_asks_for_help() -> None:
-    environment = {**os.environ, "VERL_EXT_PYTHON": sys.executable}
+    environment = {name: value for name, value in os.environ.items() if name != "VERL_EXT_PYTHON"}
     for argument, is_help in (("name=my -h run", False), ("-h", True), ("--help", True)):
-        script = f"source scripts/environment.sh; choose_python_for 2 '{argument}'; echo $PYTHON"
+        script = "source scripts/environment.sh; ensure_venv() { echo created; }; "
+        script += f"choose_python_for 2 '{argument}'; $PYTHON -c 'import verl_ext'"
         run = subprocess.run(["bash", "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True)
-        assert (run.stdout != f"{sys.executable}\n") == is_help, argument
+        assert run.stdout == ("" if is_help else "created\n"), argument
+        assert not is_help or (run.returncode, run.stderr) == (0, ""), argument
+
+
+def test_help_uses_interpreter_of_user(tmp_path: Path) -> None:
+    environment = {**os.environ, "VERL_EXT_PYTHON": sys.executable}
+    script = "source scripts/environment.sh; find_base_python() { return 2; }; choose_python_for --help; echo $PYTHON"
+    run = subprocess.run(["bash", "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert run.stdout == f"{sys.executable}\n"
+
+
+def test_scripts_enter_their_own_checkout_and_leave_no_child(tmp_path: Path) -> None:
+    (tmp_path / ROOT.name / "eval_pipeline").mkdir(parents=True)  # where CDPATH would lead
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\ncase "$1" in -E) echo 3 12; exec >&-; sleep 0.5;; *) pgrep -P $$; pwd;; esac\n')
+    python.chmod(0o755)
+    environment = {**os.environ, "VERL_EXT_PYTHON": str(python), "CDPATH": str(tmp_path)}
+    words = ["bash", f"{ROOT.name}/eval_pipeline/run.sh", "check"]
+    run = subprocess.run(words, cwd=ROOT.parent, env=environment, capture_output=True, text=True)
+    assert run.stdout == f"{ROOT}\n"
 
 
 def test_python_versions_match_pyproject(tmp_path: Path) -> None:
