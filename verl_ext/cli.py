@@ -266,3 +266,8 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 def _width() -> int:
     return min(shutil.get_terminal_size().columns, WIDTH)
+
+
+def is_number(word: str, least: int, most: int = 2**31 - 1) -> bool:
+    """Whether a word consists of ASCII digits and is a number within limits."""
+    return word.isascii() and word.isdecimal() and least <= int(word) <= most

@@ -70,6 +70,7 @@ def test_7b_recipe_has_specified_hyperparameters() -> None:
         ("data.train_files=[null]", "must be a string"),
         ("+trainer=3", "not a configuration key"),
         ("+trainer.seed.x=1", "not a configuration key"),
+        ("optim.lr@x=7", "has the Hydra package '@x', which has no effect here"),
         ("recipe=quickstrt", "did you mean recipe=quickstart"),
         ("a b=", "not an override of the form key=value"),
         (

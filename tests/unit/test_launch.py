@@ -61,7 +61,7 @@ def test_parses_process_count_and_overrides() -> None:
     assert parse_arguments(["sft", "--print-config"]).num_processes is None
 
 
-@pytest.mark.parametrize("words", [["0"], ["two"], ["-1"], ["2", "3"], ["²"]])
+@pytest.mark.parametrize("words", [["0"], ["two"], ["-1"], ["2", "3"], ["²"], ["٣"], ["9" * 20]])
 def test_rejects_other_numbers_of_ranks(words: list[str]) -> None:
     says = f"'{words[-1]}' is neither the number of ranks nor key=value; start with .* such as `bash run_sft.sh 2`$"
     with pytest.raises(UserError, match=says):

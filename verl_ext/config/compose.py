@@ -258,6 +258,8 @@ def parse_override(text: str, known: Mapping[str, Key]) -> Override:
             ) from error
     if not override.key_or_group:
         raise UserError(f"'{text}' is not an override of the form key=value; specify the key")
+    if override.package is not None:
+        raise UserError(f"'{text}' has the Hydra package '@{override.package}', which has no effect here; remove it")
     return override
 
 

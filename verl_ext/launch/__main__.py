@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from verl_ext.cli import CommandParser, IntArg, definitions
+from verl_ext.cli import CommandParser, IntArg, definitions, is_number
 from verl_ext.commands import program, require_package
 from verl_ext.config.recipes import default_recipe, recipe_summaries, recipe_variable
 from verl_ext.console import print_line
@@ -176,8 +176,8 @@ def take_num_processes(words: list[str], parser: CommandParser, command: str) ->
     plain = [word for word in words if "=" not in word and not word.startswith("~")]
     if not plain:
         return None
-    if len(plain) > 1 or not plain[0].isdecimal() or int(plain[0]) < 1:
-        wrong = next((word for word in plain if not word.isdecimal()), plain[-1])
+    if len(plain) > 1 or not is_number(plain[0], 1):
+        wrong = next((word for word in plain if not is_number(word, 1)), plain[-1])
         recipe = wrong.endswith((".yaml", ".yml")) or wrong in recipe_summaries(command)
         problem = f"'{wrong}' is neither the number of ranks nor key=value"
         if recipe:

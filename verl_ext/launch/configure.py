@@ -23,6 +23,7 @@ from verl_ext.checkpoint.manifest import (
     step_of,
 )
 from verl_ext.checkpoint.resume import find_checkpoint, require_same_optimizer, retry_reads
+from verl_ext.cli import is_number
 from verl_ext.commands import program
 from verl_ext.config.compose import override_of
 from verl_ext.config.recipes import default_recipe
@@ -101,13 +102,13 @@ def num_nodes() -> int:
         UserError: NNODES, NODE_RANK or MASTER_PORT has an invalid value.
     """
     nodes = os.environ.get("NNODES", "1")
-    if not nodes.isdecimal() or int(nodes) < 1:
+    if not is_number(nodes, 1):
         raise UserError(f"NNODES is '{nodes}'; it must be the number of nodes")
     node = os.environ.get("NODE_RANK", "0")
-    if not node.isdecimal() or int(node) >= int(nodes):
+    if not is_number(node, 0, int(nodes) - 1):
         raise UserError(f"NODE_RANK is '{node}'; with NNODES={nodes} it must be from 0 to {int(nodes) - 1}")
     port = os.environ.get("MASTER_PORT", "29500")
-    if not port.isdecimal() or not 0 < int(port) < 65536:
+    if not is_number(port, 1, 65535):
         raise UserError(f"MASTER_PORT is '{port}'; it must be a free port of the first node")
     return int(nodes)
 

@@ -297,7 +297,8 @@ def require_divisible(config: RunConfig, world_size: int, mini_batch: int | None
     working = dict(zip(given, nearest_batches(batch, mini_batch, ranks)))
     changes = " ".join(f"{key}={value}" for key, value in working.items() if value != given[key])
     unit = math.lcm(config.trainer.nnodes, sequence_parallel, unit)
-    counts = [count for count in range(unit, world_size, unit) if divided % (count // sequence_parallel) == 0]
+    most = min(world_size, divided * sequence_parallel + 1)
+    counts = [count for count in range(unit, most, unit) if divided % (count // sequence_parallel) == 0]
     or_fewer = f", or start {counts[-1]} ranks" if batch % divided == 0 and counts and counts[-1] > 1 else ""
     raise UserError(f"data.train_batch_size={batch} {rule}; set {changes}{or_fewer}")
 

@@ -124,8 +124,8 @@ def detect_layout(row: Row, keys: ChatColumns) -> ChatLayout:
         typos = [f"'{name}' to '{meant}'" for name, meant in similar.items() if meant not in (None, name)]
         raise RowError(
             f"its columns {', '.join(sorted(row))} contain no known conversation layout",
-            f"{f'rename {typos[0]}, or ' if typos else ''}specify them with --messages-key, or with --prompt-key and --response-key (for SFT "
-            "data.multiturn.messages_key, or data.prompt_key and data.response_key)",
+            f"{f'rename {typos[0]}, or ' if typos else ''}specify them with --messages-key, or with --prompt-key and "
+            "--response-key (for SFT data.multiturn.messages_key, or data.prompt_key and data.response_key)",
         )
     if prompt == "instruction":
         inputs = tuple(key for key in INPUT_KEYS if key != response)
