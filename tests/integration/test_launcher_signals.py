@@ -224,10 +224,10 @@ def test_signal_ends_pause_before_restart(launches: SmallLaunches) -> None:
     assert launches.record()["status"] == "stopped"
 
 
-def start_nodes(launches: SmallLaunches, behavior: str, restarts: int = 0) -> list[Launcher]:
+def start_nodes(launches: SmallLaunches, behavior: str, restarts: int = 0, pause_s: float = 0.1) -> list[Launcher]:
     port = str(free_port())
     places = [{"NNODES": "2", "NODE_RANK": node, "MASTER_PORT": port} for node in ("0", "1")]
-    return [launches.start(behavior, restarts=restarts, environment=place) for place in places]
+    return [launches.start(behavior, restarts=restarts, pause_s=pause_s, environment=place) for place in places]
 
 
 def test_signal_to_one_of_two_nodes_stops_both(launches: SmallLaunches) -> None:
@@ -239,6 +239,25 @@ def test_signal_to_one_of_two_nodes_stops_both(launches: SmallLaunches) -> None:
     [stopped] = nodes[0].output().splitlines()[1:]
     assert stopped.startswith("Stopped by SIGUSR1 after step 7")
     assert "Stopped by SIGTERM" in nodes[1].output() and "global_step_7" in nodes[1].output()
+    assert launches.record()["status"] == "stopped"
+
+
+def test_signal_before_ranks_of_one_node_can_save_stops_both(launches: SmallLaunches) -> None:
+    nodes = start_nodes(launches, "fail_first_on_second_node", restarts=1)
+    launches.wait_until_ready(nodes[0], 0, 1, 2, 3)
+    nodes[1].process.send_signal(signal.SIGTERM)  # its ranks handle no signal, as while they start
+    assert [node.end() for node in nodes] == [75, 75]
+    assert "Node 1 was stopped; the same command starts at step 0" in nodes[0].output()
+    assert launches.record()["attempts"][-1]["exit_reason"] == "node 1 was stopped"
+
+
+def test_signal_in_pause_of_one_node_stops_both(launches: SmallLaunches) -> None:
+    nodes = start_nodes(launches, "fail_first_on_second_node", restarts=1, pause_s=5)
+    launches.wait_until_ready(nodes[0], 0, 1, 2, 3)
+    (launches.run_dir / "fail").write_text("crash")
+    nodes[1].wait_for(lambda: "restart 1 of 1 in 5 s" in nodes[1].output())
+    nodes[1].process.send_signal(signal.SIGTERM)
+    assert [node.end() for node in nodes] == [75, 75]
     assert launches.record()["status"] == "stopped"
 
 

@@ -33,7 +33,7 @@ from verl_ext.launch.outcome import (
     is_crash,
     run_with_restarts,
 )
-from verl_ext.launch.ranks import rendezvous_failure
+from verl_ext.launch.ranks import outcome_of_error
 from verl_ext.launch.report import report
 from verl_ext.launch.run import Launch, last_checkpoint
 from verl_ext.launch.watcher import EvalWatcher
@@ -389,11 +389,11 @@ def test_reads_deadlines_from_environment(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("num_nodes, advice", [(1, ""), (2, "; start the command on every node, with one MASTER_ADDR")])
 def test_rendezvous_timeout_fails_launch(num_nodes: int, advice: str) -> None:
-    failure = rendezvous_failure(num_nodes, RendezvousTimeoutError("2 of 3 came\nand more"))
+    failure = outcome_of_error(num_nodes, RendezvousTimeoutError("2 of 3 came\nand more"))
     told = f"torchrun could not bring the ranks together (2 of 3 came){advice}"
     assert failure.message.startswith(told) and failure.exit_code == 1
     with pytest.raises(KeyError):
-        rendezvous_failure(num_nodes, KeyError("a fault of ours"))
+        outcome_of_error(num_nodes, KeyError("a fault of ours"))
 
 
 def test_short_grace_period_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,29 +56,20 @@ class Failure:
         return self.exit_code == USER_ERROR_EXIT_CODE
 
 
-class NodeFailedError(Exception):
-    """Another node has failed or was started again, so the ranks of this node wait for peers that have ended.
-
-    Attributes:
-        failure: the failure of the other node.
-    """
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.message)
-        self.failure = failure
-
-
 @dataclass(frozen=True)
 class Stopped:
     """A stop that was requested from the launcher or from a rank.
 
     Attributes:
-        request: the launcher's request; None if only ranks received a signal, or a health rule stopped the run.
+        request: the launcher's request; None if only ranks or another node received a signal, or a health rule stopped
+            the run.
         exit_code: exit code of the command.
+        elsewhere: what happened on another node, if it was stopped before the ranks could agree on it.
     """
 
     request: HandledStop | None
     exit_code: int
+    elsewhere: str = ""
 
     @classmethod
     def by(cls, request: HandledStop | None, exit_codes: Collection[int] = ()) -> Stopped:
@@ -91,6 +82,29 @@ class Stopped:
 
 
 Outcome = Failure | Stopped | None  # None: every rank completed all steps
+
+
+class NodeEndedError(Exception):
+    """Another node has failed, was stopped or was started again, so the ranks here wait for peers that have ended.
+
+    Attributes:
+        outcome: what it means for this node.
+    """
+
+    def __init__(self, outcome: Failure | Stopped) -> None:
+        super().__init__(outcome.message if isinstance(outcome, Failure) else outcome.elsewhere)
+        self.outcome = outcome
+
+
+def is_known_to_all(outcome: Outcome, exit_codes: Collection[int]) -> bool:
+    """Whether the ranks of all nodes have ended in the same way, so that no launcher has to tell the others.
+
+    Args:
+        exit_codes: of the ranks that failed. Ranks that save on request exit with 75, after all ranks have agreed.
+    """
+    if isinstance(outcome, Stopped):
+        return bool(exit_codes) and {*exit_codes} <= {STOPPED_EXIT_CODE, UNHEALTHY_EXIT_CODE}
+    return outcome is None
 
 
 def classify_outcome(failures: Mapping[int, ProcessFailure], request: HandledStop | None) -> Outcome:

@@ -18,7 +18,15 @@ from verl_ext.config.schema import to_yaml
 from verl_ext.console import print_line
 from verl_ext.errors import first_line_of
 from verl_ext.files import temporary_directory, temporary_errors
-from verl_ext.launch.outcome import Failure, HandledStop, NodeFailedError, Outcome, Stopped, classify_outcome
+from verl_ext.launch.outcome import (
+    Failure,
+    HandledStop,
+    NodeEndedError,
+    Outcome,
+    Stopped,
+    classify_outcome,
+    is_known_to_all,
+)
 from verl_ext.metrics.timing import startup
 from verl_ext.processes import LAUNCHER_PID, StopSignals, defer_gc, hold_stop_signals
 from verl_ext.trainer.stages import RunConfig
@@ -58,17 +66,27 @@ def run_ranks(config: RunConfig, signals: StopSignals) -> Outcome:
         os.environ[LAUNCHER_PID] = str(os.getpid())
         thread.start()
         supervisor.wait(thread)
+    failures = {} if thread.is_alive() else thread.failures
+    outcome: Outcome
     if thread.is_alive():  # no rank is left, and torchrun has not noticed how they ended
-        return Stopped.by(supervisor.request)
-    if thread.error is not None:
-        failure = rendezvous_failure(config.trainer.nnodes, thread.error)
-        return failure if supervisor.request is None else Stopped.by(supervisor.request)
-    outcome = classify_outcome(thread.failures, supervisor.request)
-    if isinstance(outcome, Failure) and config.trainer.nnodes > 1:
+        outcome = Stopped.by(supervisor.request)
+    elif thread.error is not None:
+        outcome = outcome_of_error(config.trainer.nnodes, thread.error)
+        if supervisor.request is not None:
+            outcome = Stopped.by(supervisor.request)
+    else:
+        outcome = classify_outcome(failures, supervisor.request)
+    if not is_known_to_all(outcome, [failure.exitcode for failure in failures.values()]):
+        tell_other_nodes(config, outcome)
+    return outcome
+
+
+def tell_other_nodes(config: RunConfig, outcome: Outcome) -> None:
+    """End the ranks of the other nodes, which would wait for those of this node."""
+    if config.trainer.nnodes > 1 and outcome is not None:
         from verl_ext.launch.rendezvous import cluster_rendezvous
 
         cluster_rendezvous(config.trainer.nnodes).announce(outcome)
-    return outcome
 
 
 class RankThread(threading.Thread):
@@ -175,13 +193,13 @@ def find_ranks(module: str) -> list[psutil.Process]:
     return ranks
 
 
-def rendezvous_failure(num_nodes: int, error: Exception) -> Failure:
+def outcome_of_error(num_nodes: int, error: Exception) -> Failure | Stopped:
     """Describe why torchrun could not listen, or did not find or lost another node; raise any other exception."""
     from torch.distributed import DistError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    if isinstance(error, NodeFailedError):
-        return error.failure
+    if isinstance(error, NodeEndedError):
+        return error.outcome
     if not isinstance(error, DistError | RendezvousError | TimeoutError):
         raise error
     remedy = "; start the command on every node, with one MASTER_ADDR and a MASTER_PORT that is free there"

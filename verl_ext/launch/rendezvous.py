@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from verl_ext.console import print_line
-from verl_ext.launch.outcome import Failure, NodeFailedError
+from verl_ext.launch.outcome import Failure, NodeEndedError, Stopped
 
 LOOPBACK, CLUSTER = "loopback", "cluster"
 """Names of the rendezvous for torchrun: for a single machine, and for several nodes."""
@@ -41,6 +41,10 @@ BEAT_S = 10.0
 """Seconds between two heartbeats of a node."""
 LOST_AFTER_S = 90.0
 """Without a heartbeat for this long, a node counts as lost."""
+NOTICE_S = 5.0
+"""How long the first node, which keeps the registry, waits for the others to read why it ends."""
+STOPPED = "stopped"
+"""Key of the registry that ends all generations."""
 
 
 class SingleGroup(RendezvousHandler):
@@ -98,7 +102,8 @@ class ClusterRendezvous(SingleGroup):
     The launcher of node 0 keeps a registry at MASTER_ADDR:MASTER_PORT for as long as it lives. Each node joins the
     current generation once. If it joins again, announces a failure, or sends no more heartbeats, the generation is
     over, and the other nodes end their ranks, which would otherwise wait for peers that have ended until a collective
-    times out. Each generation has a store of its own, because a new rank must not read what an earlier one wrote.
+    times out. Each generation has a store of its own, because a new rank must not read what an earlier one wrote. A
+    stopped node ends the run on all nodes.
 
     Args:
         node: rank of this node.
@@ -125,6 +130,7 @@ class ClusterRendezvous(SingleGroup):
         """Wait until every node has joined the same generation.
 
         Raises:
+            NodeEndedError: a node was stopped.
             RendezvousTimeoutError: a node did not join within `JOIN_TIMEOUT_S`.
             DistError: node 0 cannot be reached.
         """
@@ -145,7 +151,7 @@ class ClusterRendezvous(SingleGroup):
         """Always 0; torchrun calls this method several times a second while the ranks run.
 
         Raises:
-            NodeFailedError: the generation is over, or a node is lost.
+            NodeEndedError: the generation is over, or a node is lost.
         """
         now = time.monotonic()
         if now - self._asked_at < POLL_S:
@@ -153,17 +159,19 @@ class ClusterRendezvous(SingleGroup):
         self._asked_at = now
         if self._lost_at is not None:
             if now - self._lost_at > REPLY_TIMEOUT_S:
-                raise NodeFailedError(Failure("node 0 cannot be reached", exit_code=1))
+                raise NodeEndedError(Failure("node 0 cannot be reached", exit_code=1))
             return 0
         try:
             if self._node == 0:
                 self._end_if_node_is_lost(now)
             reason = self._reason()
+            if reason is not None:
+                self._set_noticed()
         except DistError:  # perhaps the run is ending, and this node is the last
             self._lost_at = now
             return 0
         if reason is not None:
-            raise NodeFailedError(reason)
+            raise NodeEndedError(reason)
         return 0
 
     def shutdown(self) -> bool:
@@ -176,21 +184,39 @@ class ClusterRendezvous(SingleGroup):
                 self._registry.set(self._key(f"left/{self._node}"), "1")
         return True
 
-    def announce(self, failure: Failure) -> None:
-        """Tell the other nodes that the ranks of this node have failed."""
+    def announce(self, outcome: Failure | Stopped) -> None:
+        """Tell the other nodes that the ranks of this node have failed, or that this node was stopped."""
         if self._registry is None or self._lost_at is not None:
             return
         try:
-            self._end_generation(self._node, failure)
+            if isinstance(outcome, Stopped):
+                self._registry.compare_set(STOPPED, "", f"{outcome.exit_code} node {self._node} was stopped")
+            else:
+                self._end_generation(self._node, outcome)
+            self._set_noticed()
+            waits_until = time.monotonic() + (NOTICE_S if self._node == 0 else 0)
+            while self._missing_nodes("noticed") and time.monotonic() < waits_until:
+                time.sleep(WAIT_S)
         except DistError:  # node 0 has ended, too
             self._lost_at = time.monotonic()
+
+    def _set_noticed(self) -> None:
+        assert self._registry is not None
+        self._registry.set(self._key(f"noticed/{self._node}"), "1")
 
     def _connect(self) -> TCPStore:
         if self._node == 0:
             return self._registry or TCPStore(self._address, self._port, is_master=True, wait_for_workers=False)
-        registry = TCPStore(self._address, self._port, is_master=False, timeout=timedelta(seconds=JOIN_TIMEOUT_S))
+        try:
+            registry = self._new_client(ANNOUNCE_AFTER_S)
+        except DistError:
+            print_line(f"Waiting for node 0 to start at {self._address}:{self._port}")
+            registry = self._new_client(JOIN_TIMEOUT_S - ANNOUNCE_AFTER_S)
         registry.set_timeout(timedelta(seconds=REPLY_TIMEOUT_S))
         return registry
+
+    def _new_client(self, timeout_s: float) -> TCPStore:
+        return TCPStore(self._address, self._port, is_master=False, timeout=timedelta(seconds=timeout_s))
 
     def _join(self) -> None:
         """Join the current generation, or a new one if this node has joined the current one before."""
@@ -209,12 +235,18 @@ class ClusterRendezvous(SingleGroup):
         """Wait until all nodes have reached a state; returns False if the generation is over.
 
         A node is ready when it has seen that all have joined. One that has died after it joined never is.
+
+        Raises:
+            NodeEndedError: a node was stopped.
         """
         assert self._registry is not None
         if state == "ready":
             self._registry.set(self._key(f"ready/{self._node}"), "1")
         while missing := self._missing_nodes(state):
-            if self._reason() is not None:
+            if (reason := self._reason()) is not None:
+                if isinstance(reason, Stopped):
+                    self._set_noticed()
+                    raise NodeEndedError(reason)
                 return False
             waited_s = time.monotonic() - self._waits_since
             if waited_s > JOIN_TIMEOUT_S:
@@ -249,13 +281,14 @@ class ClusterRendezvous(SingleGroup):
         self._registry.compare_set(self._key("reason"), "", reason)
         self._registry.compare_set("generation", str(self._generation), str(self._generation + 1))
 
-    def _reason(self) -> Failure | None:
-        """The failure that ended this node's generation; None while it lasts."""
+    def _reason(self) -> Failure | Stopped | None:
+        """The stop that ended the run, or the failure that ended this node's generation; None while it lasts."""
         assert self._registry is not None
-        if not self._registry.check([self._key("reason")]):
-            return None
-        code, message = self._registry.get(self._key("reason")).decode().split(" ", 1)
-        return Failure(message, int(code))
+        for key in (STOPPED, self._key("reason")):
+            if self._registry.check([key]):
+                code, message = self._registry.get(key).decode().split(" ", 1)
+                return Stopped(None, int(code), message) if key == STOPPED else Failure(message, int(code))
+        return None
 
     def _key(self, name: str) -> str:
         return f"{self._generation}/{name}"

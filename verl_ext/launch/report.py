@@ -110,6 +110,8 @@ def close(record: RunRecord | None, status: EndStatus, reason: str, is_cause: bo
 def stop_reason(stopped: Stopped, grace_s: float) -> str:
     """Return why the ranks ended, for `run.json`."""
     request = stopped.request
+    if stopped.elsewhere:
+        return stopped.elsewhere
     if request is None:
         return "stopped by a signal to a rank"
     if request.was_too_slow:

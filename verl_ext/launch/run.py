@@ -31,7 +31,7 @@ from verl_ext.errors import UserError
 from verl_ext.files import hold_run_lock
 from verl_ext.launch.configure import is_first_node, resume_candidate
 from verl_ext.launch.outcome import Failure, HandledStop, Outcome, Stopped, is_crash, run_with_restarts
-from verl_ext.launch.ranks import run_ranks
+from verl_ext.launch.ranks import run_ranks, tell_other_nodes
 from verl_ext.launch.report import close, print_run_summary, report
 from verl_ext.launch.watcher import watching
 from verl_ext.metrics.heartbeat import BEAT_S, send_heartbeats
@@ -132,7 +132,9 @@ class Launch:
                 restarts=restarts,
             )
         except StopRequest as stop:  # while no rank ran
-            return Stopped.by(HandledStop(stop.signal, self.signals.immediate))
+            stopped = Stopped.by(HandledStop(stop.signal, self.signals.immediate))
+            tell_other_nodes(self.config, stopped)
+            return stopped
 
     def next_config(self) -> RunConfig:
         """Return the user's configuration; once this launch has saved a checkpoint, one that resumes from it."""
