@@ -17,7 +17,7 @@ from tests.helpers.checkpoints import checkpoint_command, retention
 from verl_ext.checkpoint import manifest, resume
 from verl_ext.checkpoint.config import CheckpointConfig
 from verl_ext.checkpoint.manifest import TRACKER, Manifest, exported_checkpoints, list_checkpoints, why_incomplete
-from verl_ext.checkpoint.resume import agree_on_checkpoint, find_checkpoint
+from verl_ext.checkpoint.resume import agree_on_checkpoint, find_checkpoint, verify_on_all_ranks
 from verl_ext.checkpoint.retention import rotate
 from verl_ext.checkpoint.save import add_metrics, commit_directory, sync_and_digest
 from verl_ext.errors import TransientError, UserError, exit_on_user_error
@@ -248,6 +248,14 @@ def test_unreadable_file_is_retried_and_then_fails_start(run_of_two: Path, monke
         agree_on_checkpoint(config, "")
     monkeypatch.setattr(resume.time, "sleep", lambda seconds: monkeypatch.setattr(manifest, "file_digest", digest))
     assert agree_on_checkpoint(config, "") == newest
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_unreadable_manifest_is_read_again_by_each_rank(run_of_two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_bytes, newest = Path.read_bytes, run_of_two / "global_step_20"
+    monkeypatch.setattr(Path, "read_bytes", stale(read_bytes, newest / "manifest.json"))
+    monkeypatch.setattr(resume.time, "sleep", lambda seconds: monkeypatch.setattr(Path, "read_bytes", read_bytes))
+    assert verify_on_all_ranks(newest) == {}
 
 
 def test_transient_error_exits_with_code_of_crash() -> None:

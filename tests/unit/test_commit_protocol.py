@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
@@ -213,6 +213,21 @@ def test_second_export_to_same_directory_is_refused(
     assert refused == [f"another process is writing an export to {target}; wait for it, or stop it"]
     assert load_file(target / "model.safetensors")["w"].tolist() == [0, 0, 0] and not damaged_files(checkpoint)
     assert not [*target.parent.glob("*.lock"), *target.parent.glob("*.partial")]
+
+
+def test_checkpoint_that_is_removed_before_its_deferred_export_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = checkpoint_to_export(tmp_path)
+
+    @contextmanager
+    def lock_of_removed(target: Path, announce: object) -> Iterator[bool]:
+        (checkpoint / "manifest.json").unlink()
+        yield True
+
+    monkeypatch.setattr(rebuild, "_export_lock", lock_of_removed)
+    write_deferred_export(checkpoint, ExportConfig(), {})
+    assert "warning: global_step_1 has no export yet: " in capsys.readouterr().err
 
 
 def test_start_waits_for_running_export_of_its_checkpoint(

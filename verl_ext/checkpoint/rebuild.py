@@ -217,7 +217,7 @@ def write_deferred_export(checkpoint: Path, config: ExportConfig, small_files: M
                 {} if has_own else small_files,
                 has_lock=has_lock,
             )
-    except UserError as error:
+    except (UserError, ValueError) as error:  # ValueError: another process has removed the checkpoint
         warn(f"{checkpoint.name} has no export yet: {error}")
 
 

@@ -20,6 +20,7 @@ from verl_ext.checkpoint.manifest import (
     DROPPED_OPTIMIZER,
     KINDS,
     MANIFEST,
+    FileEntry,
     Manifest,
     UnreadableError,
     damaged_files,
@@ -157,14 +158,17 @@ def verify_on_all_ranks(checkpoint: Path) -> dict[str, str]:
 
     from verl_ext.distributed import gather_results
 
+    def manifest_files() -> dict[str, FileEntry]:
+        with _reading(checkpoint):
+            return Manifest.read(checkpoint).files
+
     def damage(name: str) -> dict[str, str]:
         with _reading(checkpoint):
             return damaged_files(checkpoint, [name], raise_unreadable=True)
 
     def own_damaged_files() -> dict[str, str]:
         try:
-            with _reading(checkpoint):
-                files = Manifest.read(checkpoint).files
+            files = retry_reads(manifest_files)
             names = [name for name in files if not name.startswith(DERIVED)]
             names.sort(key=lambda name: -files[name]["bytes"])
             found: dict[str, str] = {}
