@@ -29,7 +29,7 @@ class UserError(Exception):
 
 
 class TransientError(UserError):
-    """Input that cannot be read at the moment. Unlike for bad input, `--restarts` and schedulers try again."""
+    """Input that cannot be read at the moment, so another start may succeed, unlike for bad input."""
 
     exit_code = 1
 

@@ -35,7 +35,8 @@ class CheckpointConfig:
     )
     load_contents: list[Content] = setting(
         "${trainer.checkpoint.save_contents}",
-        "Contents to load from the checkpoint at which the run first starts; later starts load all",
+        "Contents to load from the checkpoint at which the run first starts, or that resume_from_path names; other "
+        "starts load all",
     )
     async_save: bool = setting(False, "Write in the background; training waits only for a copy")
     export: ExportConfig = section(ExportConfig)
