@@ -95,7 +95,8 @@ def test_packed_rows_keep_log_probs_and_gradients(settings: dict[str, object]) -
     """Samples of a packed row attend only to themselves; sliding windows included."""
     model, samples = model_of("mistral", **settings), samples_of(LENGTHS)
     expected, expected_gradient = evaluated(model, NEVER, samples)
-    assert enable_packing(model, TokenLoss(model, None, torch.float32, "cpu").logits, torch.float32, None) is None
+    logits_of = TokenLoss(model, None, torch.float32, "cpu").logits
+    assert enable_packing(model, logits_of, torch.float32, 31, None) is None
     packed = PACKED.collate(samples)
     assert packed["input_ids"].shape == (1, 7 * 3 + 12 * 2 + 2 + 31) and "segments" not in packed
     assert packed["sample_lengths"].tolist() == [10, 16, 8, 17, 17, 10]

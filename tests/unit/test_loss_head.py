@@ -12,17 +12,26 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import (
     AutoModelForCausalLM,
+    DogeConfig,
     Gemma2Config,
     GemmaConfig,
     GPT2Config,
     GptOssConfig,
+    Llama4TextConfig,
     MambaConfig,
     MistralConfig,
     OpenAIGPTConfig,
+    PhimoeConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
     StableLmConfig,
+)
+from transformers.masking_utils import (
+    blockwise_overlay,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    or_masks,
 )
 
 from tests.helpers.models import write_family
@@ -38,13 +47,22 @@ from verl_ext.trainer.fused_cross_entropy import (
     fused_loss_error,
     install_fused_loss,
 )
-from verl_ext.trainer.model import attention_of
-from verl_ext.trainer.packed_attention import PACKED_SDPA, TRIAL_LENGTHS, trial_samples, why_not_packed
+from verl_ext.trainer.model import attention_of, forward_settings
+from verl_ext.trainer.packed_attention import (
+    PACKED_SDPA,
+    TRIAL_LENGTHS,
+    MaskProbe,
+    PackingUnsupportedError,
+    enable_packing,
+    trial_samples,
+    why_not_packed,
+)
 
 SMALL = {
     **{"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64},
 }
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 CONFIGS = {
     "qwen2": Qwen2Config(**SMALL, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SMALL),
@@ -259,6 +277,45 @@ def test_packing_check_tolerates_rounding_of_large_vocabularies(leak: float, kee
 def test_detects_attention_that_cannot_be_packed(config: PretrainedConfig, reason: str) -> None:
     model = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED_SDPA).float().eval()
     assert reason in str(why_not_packed(loss_of(model).logits, 97, torch.float32))
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("config", "max_length", "reason"),
+    [
+        (CONFIGS["window"], 64, None),  # the window also reaches the attention function
+        (Llama4TextConfig(**SMALL, attention_chunk_size=8, **EXPERTS), 8, None),
+        (Llama4TextConfig(**SMALL, attention_chunk_size=8, **EXPERTS), 9, "within samples of 9 tokens"),
+        (PhimoeConfig(**SMALL, sliding_window=8, **EXPERTS), 8, None),
+        (PhimoeConfig(**SMALL, sliding_window=8, **EXPERTS), 9, "within samples of 9 tokens"),
+        (DogeConfig(**SMALL), 64, "a mask of its own"),
+    ],
+)
+def test_masks_that_packed_rows_would_ignore_prevent_packing(
+    config: PretrainedConfig, max_length: int, reason: str | None
+) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float().eval()
+    found = enable_packing(model, loss_of(model).logits, torch.float32, max_length, recorded=None)
+    assert (found is None) == (reason is None) and (reason or "") in (found or "")
+    assert model.config._attn_implementation == (PACKED_SDPA if reason is None else "sdpa")
+
+
+def test_mask_that_depends_on_tokens_prevents_packing() -> None:
+    probe, blocks = MaskProbe(max_length=64), torch.zeros(1, 7, dtype=torch.long)
+    shape = {"batch_size": 1, "q_length": 7, "kv_length": 7}
+    assert probe.mask(mask_function=chunked_causal_mask_function(4, torch.zeros(1)), **shape).shape[-2:] == (7, 7)
+    with pytest.raises(PackingUnsupportedError, match="depend on the tokens"):
+        probe.mask(mask_function=or_masks(causal_mask_function, blockwise_overlay(blocks)), **shape)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_longer_samples_repeat_the_packing_check(tmp_path: Path) -> None:
+    settings = [
+        forward_settings(small_config(tmp_path, tmp_path, f"data.max_length={length}"), "cpu", torch.float32)
+        for length in (8, 9)
+    ]
+    assert settings[0] != settings[1]
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -270,7 +270,8 @@ class GRPOTrainer(RewardTrainer):
         disable_dropout(model)
         sync_eos_token(model, self.tokenizer, turn_end_tokens(self.config.data, self.tokenizer), self.is_main)
         logits_of = TokenLoss(model.eval(), None, self.precision, self.device_name).logits
-        self.forward_check["why_not_packed"] = enable_packing(model, logits_of, self.precision, recorded)
+        max_length = self.config.data.max_prompt_length + self.config.data.max_response_length
+        self.forward_check["why_not_packed"] = enable_packing(model, logits_of, self.precision, max_length, recorded)
         FSDPReshardPolicy(model, keeps_gathered=False).reshard()
         return model
 

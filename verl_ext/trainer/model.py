@@ -93,12 +93,14 @@ def forward_settings(config: RunConfig, device_name: str, precision: torch.dtype
     """Return everything but the weights that decides whether a model packs samples and has the fused loss."""
     attention = pick_attention(config.model.attn_implementation, device_name, precision)
     config_file = Path(str(config.model.partial_pretrain)).expanduser() / "config.json"
+    data = as_dict(config.data)
     return json.dumps(
         {
             "model": as_dict(config.model),
             "config.json": config_file.read_text() if config_file.is_file() else None,  # None: a name on the Hub
             "use_remove_padding": config.use_remove_padding,
-            "data.packing": as_dict(config.data).get("packing"),
+            "data.packing": data.get("packing"),
+            "max_length": [data.get(f"max_{part}length") for part in ("", "prompt_", "response_")],
             "sequence_parallel_size": config.sequence_parallel_size,
             "forward": [device_name, str(precision), attention],
             "packages": package_versions(),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
@@ -23,6 +23,8 @@ from verl_ext.errors import UserError
 
 PACKED_SDPA = "packed_sdpa"
 """Name of `packed_sdpa` among the attention functions of transformers."""
+MASK_PROBE = "packed_sdpa_mask_probe"
+"""Name of `MaskProbe` among the attention functions of transformers."""
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Largest accepted relative difference of a token's logits between packed and separate samples."""
 TRIAL_LENGTHS = (7, 5, 9)
@@ -82,6 +84,8 @@ def packed_sdpa(
         raise PackingUnsupportedError("caps attention scores or has attention sinks, which sdpa does not support")
     if sample_lengths is None and attention_mask is None:
         raise PackingUnsupportedError("does not pass the boundaries of packed samples to its attention")
+    if sample_lengths is not None and attention_mask is not None:  # such as Doge's, which depends on the hidden states
+        raise PackingUnsupportedError("computes a mask of its own, which packed rows would ignore")
     if sample_lengths is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling)
     if cu_seq_lens_q is not None and not dropout and has_flash_kernel(query):
@@ -141,6 +145,74 @@ AttentionInterface.register(PACKED_SDPA, packed_sdpa)
 AttentionMaskInterface.register(PACKED_SDPA, packed_mask)
 
 
+class MaskProbe:
+    """Attention functions of transformers that compare a model's masks with the attention of packed rows.
+
+    Packed rows have no masks: a restriction is lost unless the layer also passes it as `sliding_window`. Whether it is
+    lost cannot be seen in the logits of short samples. This probe evaluates each mask at the positions of a sample of
+    the maximum length instead, without running such a sample.
+
+    Args:
+        max_length: tokens of the longest sample.
+    """
+
+    def __init__(self, max_length: int) -> None:
+        self._max_length = max_length
+        self._probed: list[tuple[torch.Tensor, torch.Tensor]] = []  # masks, each with `_probe` of its function
+
+    def mask(self, *, mask_function: Callable[..., Any], **named: Any) -> torch.Tensor:
+        """Return sdpa's mask; see transformers' `sdpa_mask`."""
+        named |= {"mask_function": mask_function, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        if any(tensor.dim() > 1 for tensor in _tensors_of(mask_function)):  # at other positions, it has no value
+            raise PackingUnsupportedError("has masks that depend on the tokens, which packed rows would ignore")
+        mask = sdpa_mask(**named)
+        last = self._max_length - 1
+        places = [{"q_length": 1, "q_offset": place, "kv_length": self._max_length} for place in (0, last)]
+        self._probed.append((mask, torch.cat([sdpa_mask(**named | place)[0, 0] for place in places])))
+        return mask
+
+    def attention(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        sliding_window: int | None = None,
+        **named: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Run `packed_sdpa` if it attends to the same tokens as `attention_mask`.
+
+        Raises:
+            PackingUnsupportedError: the mask allows other tokens for the first or the last token of a long sample.
+        """
+        if attention_mask is not None:
+            probed = [rows for mask, rows in self._probed if mask is attention_mask]
+            position = torch.arange(self._max_length, device=query.device)
+            window = self._max_length if sliding_window is None else sliding_window
+            expected = torch.stack([position == 0, position >= self._max_length - window])
+            if not probed or not torch.equal(probed[0], expected):
+                raise PackingUnsupportedError(
+                    f"masks attention within samples of {self._max_length} tokens in a way that packed rows would "
+                    "ignore"
+                )
+        return packed_sdpa(module, query, key, value, None, sliding_window=sliding_window, **named)
+
+
+def _tensors_of(function: Callable[..., Any]) -> Iterator[torch.Tensor]:
+    """The tensors that a mask function, composed of closures, reads."""
+    values = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]  # partials have none
+    while values:
+        value = values.pop()
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, tuple):  # the functions that transformers' `and_masks` combines
+            values += value
+        elif callable(value):
+            yield from _tensors_of(value)
+
+
 def trial_samples(vocab_size: int) -> list[Sample]:
     """Return samples of random tokens, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
@@ -152,6 +224,7 @@ def enable_packing(
     model: PreTrainedModel,
     logits_of: Callable[[MicroBatch], torch.Tensor],
     precision: torch.dtype,
+    max_length: int,
     recorded: Mapping[str, Any] | None,
     required: bool = False,
 ) -> str | None:
@@ -161,6 +234,7 @@ def enable_packing(
         model: the sharded model, in evaluation mode.
         logits_of: see `why_not_packed`.
         precision: dtype of the forward pass.
+        max_length: tokens of the longest sample.
         recorded: the result of an earlier start as `why_not_packed`; None tests the model's weights.
         required: whether `data.packing` is true.
 
@@ -179,7 +253,10 @@ def enable_packing(
         reason = "runs with eager attention, but packing needs sdpa or flash-attention"
     else:
         attend_within_samples(model)
-        reason = why_not_packed(logits_of, base.config.get_text_config().vocab_size, precision)
+        vocab_size = base.config.get_text_config().vocab_size
+        reason = why_not_packed(logits_of, vocab_size, precision)
+        if reason is None and attention == "sdpa":
+            reason = why_masks_matter(base.config, logits_of, vocab_size, max_length)
     reason = next(filter(None, gather_results(lambda: reason)), None)
     if reason is not None:
         base.config._attn_implementation = attention
@@ -227,4 +304,28 @@ def why_not_packed(
     # The norm over the vocabulary, because the largest of 150,000 rounding errors in bf16 exceeds any useful tolerance.
     if difference.max() > TOLERANCE[precision]:
         return "does not keep packed samples apart"
+    return None
+
+
+@torch.no_grad()
+def why_masks_matter(
+    config: PretrainedConfig, logits_of: Callable[[MicroBatch], torch.Tensor], vocab_size: int, max_length: int
+) -> str | None:
+    """Say which mask packed rows would ignore, as `why_not_packed` does; None if none; collective.
+
+    Args:
+        config: configuration of the model, which selects its attention function.
+        logits_of: see `why_not_packed`.
+        max_length: tokens of the longest sample; a wider window or chunk restricts nothing.
+    """
+    probe, attention = MaskProbe(max_length), config._attn_implementation
+    AttentionInterface.register(MASK_PROBE, probe.attention)
+    AttentionMaskInterface.register(MASK_PROBE, probe.mask)
+    config._attn_implementation = MASK_PROBE
+    try:
+        logits_of(pack(trial_samples(vocab_size)[:1]))
+    except PackingUnsupportedError as error:
+        return str(error)
+    finally:
+        config._attn_implementation = attention
     return None

@@ -150,7 +150,8 @@ class SFTTrainer(PipelineTrainer):
             UserError: see `enable_packing`.
         """
         required = isinstance(self.config, SFTConfig) and self.config.data.packing is True
-        reason = enable_packing(model, self.token_loss.logits, self.precision, recorded, required)
+        logits_of, max_length = self.token_loss.logits, self.config.data.max_length
+        reason = enable_packing(model, logits_of, self.precision, max_length, recorded, required)
         self.forward_check["why_not_packed"] = reason
         if reason is not None:
             self.packs, position = False, self.train_sampler.state_dict()
