@@ -39,9 +39,9 @@ MANIFEST_KEYS = {
 }
 POSITION_KEYS = {
     *("epoch", "samples_seen", "num_samples", "seed", "order_seed", "skipped_steps", "owes_validation", "data_digest"),
-    "forward_check",
+    *("forward_check", "steps_without_update"),
 }
-EXTRA_KEYS = {"lr_scheduler", "updates_per_step", "rng"}
+EXTRA_KEYS = {"lr_scheduler", "updates_per_step", "dp_size", "rng"}
 EXPORTED = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
 """Some of the files of an export; releases of transformers write others besides."""
 ROW_KEYS = {"step", "attempt", "time"}

@@ -109,11 +109,11 @@ def test_step_with_several_skipped_updates_counts_once() -> None:
     for step, updates in enumerate([[False] * 4, [False, True, False], [False] * 4], start=1):
         for is_finite in updates:
             guard.count(is_finite)
-        guard.check(step, [])
-    guard.check(4, [])  # without loss tokens, no update was attempted
+        guard.check(step, [], 0)
+    guard.check(4, [], 0)  # without loss tokens, no update was attempted
     guard.count(False)
     with pytest.raises(UserError, match="2 steps in a row, the last at step 5"):
-        guard.check(5, [])
+        guard.check(5, [], 0)
     assert guard.num_skipped == 11
 
 

@@ -34,7 +34,7 @@ from verl_ext.data.batching import MicroBatchPlan, Prefetcher
 from verl_ext.data.chats import unpadded
 from verl_ext.data.dataset import SampleDataset, training_data_digest
 from verl_ext.data.sampler import GlobalBatchSampler
-from verl_ext.distributed import gather_results, on_every_rank, on_rank_zero
+from verl_ext.distributed import gather_results, on_every_rank, on_rank_zero, to_local
 from verl_ext.errors import Stop, UserError
 from verl_ext.files import GIB, free_bytes
 from verl_ext.metrics.run_record import RunRecord
@@ -319,14 +319,20 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
             self.step_metrics = {}
             self.log(metrics)
             self.end_step_timing()
-            self.guard.check(self.global_step, batch.rows)
+            self.guard.check(self.global_step, batch.rows, self.saved_step)
             self.train_sampler.advance()
             if self.due(trainer.test_freq):
                 self.run_validation()
-            if self.due(trainer.save_freq):
+            if self.due(trainer.save_freq) and (self.guard.streak == 0 or self.steps_left == 0):
                 self.stop_if_asked()  # a requested stop saves without an export
                 self.save()
             self.stop_if_asked()
+        if self.guard.streak:
+            raise UserError(
+                f"the loss or its gradient was not finite at the last step, {self.global_step}, so its checkpoint has "
+                "no export; continue from an earlier checkpoint, or export it with python -m verl_ext.checkpoint "
+                f"export {self.run_dir}"
+            )
 
     def batches(self) -> Iterator[Any]:
         """Yield batches from the current position to the last step, epoch after epoch; increments `global_step`."""
@@ -464,14 +470,33 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
 
         Args:
             defers_export: whether the next start writes the export, because the time to save is limited.
+
+        Raises:
+            UserError: the weights are not finite; nothing is saved or removed.
         """
         start = time.perf_counter()
         self.wait_for_save()
+        self.require_finite_weights()
         self.checkpoint_manager.step_metrics = self.kept_metrics()
-        self.checkpoint_manager.defers_export = defers_export
+        self.checkpoint_manager.defers_export = defers_export or self.guard.streak > 0
         self.save_checkpoint(self.global_step)
         self.saved_step = self.global_step
         self.log({"time/train/save_s": time.perf_counter() - start})
+
+    def require_finite_weights(self) -> None:
+        """Refuse to save weights that an update has damaged, before rotation removes earlier checkpoints; collective.
+
+        Raises:
+            UserError: a trained weight is NaN or infinite.
+        """
+        trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        sums = [to_local(parameter).sum().float() for parameter in trained]  # NaN and infinity persist in sums
+        is_finite = bool(torch.stack(sums).isfinite().all())
+        if not all(gather_results(lambda: is_finite)):
+            raise UserError(
+                f"the weights are not finite after step {self.global_step}, so no checkpoint was saved; lower optim.lr "
+                f"({last_checkpoint(self.saved_step)})"
+            )
 
     def kept_metrics(self) -> Metrics:
         """The metrics of the current step that its checkpoint's manifest keeps."""
@@ -499,7 +524,8 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         self.checkpoint_manager.save_checkpoint(
             str(self.run_dir / f"global_step_{step}"),
             global_step=step,
-            max_ckpt_to_keep=self.config.trainer.max_ckpt_to_keep,
+            # finite weights may still be the reason for losses that are not; then earlier checkpoints are needed
+            max_ckpt_to_keep=None if self.guard.streak else self.config.trainer.max_ckpt_to_keep,
         )
 
     def wait_for_save(self) -> None:
@@ -599,7 +625,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
             return 0
         self.checkpoint_manager.checkpoint_load_contents = self.load_contents
         self.checkpoint_manager.load_checkpoint(str(path))
-        if is_of_run(path, self.run_dir):
+        if is_of_run(path, self.run_dir) and self.guard.streak == 0:
             export, small_files = self.config.trainer.checkpoint.export, self.checkpoint_manager.export_files
             on_rank_zero(lambda: write_deferred_export(path, export, small_files))
         return self.global_step
@@ -632,6 +658,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
         return {
             **self.train_sampler.state_dict(),
             "skipped_steps": self.guard.num_skipped,
+            "steps_without_update": self.guard.streak,
             "owes_validation": self.owes_validation,
             "data_digest": self.data_digest,
             "forward_check": self.forward_check,
@@ -640,6 +667,7 @@ class PipelineTrainer(FSDPSFTTrainer, ABC):
     def load_data_state(self, state: dict[str, Any]) -> None:
         """Restore what `data_state` returned."""
         self.guard.num_skipped = state.get("skipped_steps", 0)
+        self.guard.streak = state.get("steps_without_update", 0)
         self.owes_validation = state.get("owes_validation", False)
         path = self.checkpoint
         if path is None or is_of_run(path, self.run_dir):
@@ -671,16 +699,17 @@ class NonFiniteGuard:
         self._has_update = bool(self._has_update) or finite
         self.num_skipped += not finite
 
-    def check(self, step: int, rows: Sequence[int]) -> None:
+    def check(self, step: int, rows: Sequence[int], saved_step: int) -> None:
         """End a step, and stop the run if the limit is reached; collective in that case.
 
         A step that attempted no update, for lack of loss tokens, does not change the streak.
 
         Args:
             rows: this rank's samples of the step.
+            saved_step: step of the last checkpoint.
 
         Raises:
-            UserError: with the step and the rows of all ranks.
+            UserError: with the step, the rows of all ranks, and the last checkpoint.
         """
         if self._has_update is None:
             return
@@ -691,5 +720,12 @@ class NonFiniteGuard:
         raise UserError(
             f"the loss or its gradient was not finite for {self.streak} steps in a row, the last at step {step}; lower "
             f"optim.lr, check the model's weights, or look at the batch: {self.describe(all_rows)} "
-            "(no update was made on those steps, and the last checkpoint is intact)"
+            f"(no update was made on those steps; {last_checkpoint(saved_step)})"
         )
+
+
+def last_checkpoint(step: int) -> str:
+    """Name the last checkpoint, saved at `step`, and say what to do if it has the same problem."""
+    if step == 0:
+        return "there is no checkpoint"
+    return f"the last checkpoint is global_step_{step}; if its weights are the cause, remove it and use an earlier one"
