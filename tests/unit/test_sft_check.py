@@ -14,6 +14,7 @@ from verl_ext.trainer.stages import load_config
         ("data.packing=sometimes", "must be auto, true or false"),
         ("data.max_tokens_per_gpu=0", "data.max_tokens_per_gpu is 0; it must be an integer"),
         ("data.num_tokenizers=-1", "data.num_tokenizers is -1"),
+        ("model.fsdp_config.model_dtype=fp16", "must be fp32 or bf16"),  # the first AdamW update would not be finite
         ("model.fsdp_config.keep_gathered=sometimes", "must be auto, true or false"),
     ],
 )

@@ -59,7 +59,9 @@ class UnusedWrapPolicyConfig(WrapPolicyConfig):
 class FSDPConfig:
     """`model.fsdp_config`."""
 
-    model_dtype: Literal["fp32", "bf16", "fp16"] = setting("fp32", "dtype of the master weights")
+    model_dtype: Literal["fp32", "bf16"] = setting(
+        "fp32", "dtype of the master weights; fp16 is too narrow for the state of Adam"
+    )
     wrap_policy: WrapPolicyConfig = section(WrapPolicyConfig)
     cpu_offload: bool = setting(False, "Keep parameters and optimizer state in CPU memory")
     offload_params: bool = unused(False, "set model.fsdp_config.cpu_offload")
@@ -165,7 +167,7 @@ class VLMSFTModelConfig(VLMConfig):
 class ControllerFSDPConfig(FSDPConfig):
     """`model.fsdp_config` of the budget controller's GRPO."""
 
-    model_dtype: Literal["fp32", "bf16", "fp16"] = unused("fp32", "the controller is trained in fp32")
+    model_dtype: Literal["fp32", "bf16"] = unused("fp32", "the controller is trained in fp32")
     wrap_policy: UnusedWrapPolicyConfig = section(UnusedWrapPolicyConfig)
 
 
