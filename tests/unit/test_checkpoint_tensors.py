@@ -316,10 +316,13 @@ def test_plain_name_strips_peft_prefixes() -> None:
     assert plain_name("base_model.model.mlp.experts.base_layer.base_layer.down_proj") == "mlp.experts.down_proj"
 
 
-def test_unmergeable_adapters_are_rejected() -> None:
+@pytest.mark.parametrize(
+    ("setting", "tensor"), [("use_dora", "lora_magnitude_vector"), ("lora_bias", r"q_proj\.lora_B\.default\.bias")]
+)
+def test_unmergeable_adapters_are_rejected(setting: str, tensor: str) -> None:
     base = lora_model("qwen2").unload()
-    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))
-    with pytest.raises(UserError, match="lora_magnitude_vector"):
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], **{setting: True}))
+    with pytest.raises(UserError, match=tensor):
         exported_tensors(model)
 
 

@@ -24,7 +24,8 @@ from verl_ext.distributed import to_local
 from verl_ext.errors import UserError, first_line_of
 from verl_ext.files import parse_json
 
-UNMERGEABLE = ("lora_magnitude_vector", "lora_embedding_", ".lora_bias")
+UNMERGEABLE = re.compile(r"lora_magnitude_vector|lora_embedding_|\.lora_B\..*\.bias$")
+"""Finds the names of tensors of DoRA, of adapters of embeddings, and of `lora_bias=True`."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ def exported_tensors(model: PreTrainedModel | PeftModel) -> list[ExportedTensor]
     tied, state = set(base.all_tied_weights_keys), model.state_dict()
     tensors = {}
     for source in state:
-        if any(part in source for part in UNMERGEABLE):
+        if UNMERGEABLE.search(source):
             raise UserError(
                 f"the adapters hold {source}, which cannot be merged into the export; train plain LoRA adapters, or "
                 "set trainer.checkpoint.save_contents=[model,optimizer,extra] to save without an export"
