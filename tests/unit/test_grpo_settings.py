@@ -193,12 +193,17 @@ def test_covariance_losses_need_one_micro_batch_per_update(loss: str, num_ranks:
     [
         (["actor.kl_loss_coef=0.5"], ["actor.kl_loss_coef=0.5 has no effect without actor.use_kl_loss=true"]),
         (["actor.kl_loss_coef=0.5", "actor.use_kl_loss=true", "rollout.engine=hf"], []),
-        (
-            ["model.lora_alpha=8"],
-            ["model.lora_alpha=8 has no effect without model.lora_rank or model.lora_adapter_path"],
-        ),
+        (["model.lora_alpha=8"], ["model.lora_alpha=8 has no effect without model.lora_rank"]),
         (["model.lora_alpha=8", "model.lora_rank=4"], []),
-        (["model.lora_alpha=8", "model.lora_adapter_path=/adapters"], []),
+        (["model.lora_adapter_path=/adapters"], []),
+        (
+            ["model.lora_alpha=8", "model.lora_adapter_path=/adapters"],
+            ["model.lora_alpha=8 has no effect without model.lora_rank"],
+        ),
+        (
+            ["model.lora_rank=4", "model.lora_adapter_path=/adapters"],
+            ["model.lora_rank=4 has no effect without model.lora_adapter_path=null"],
+        ),
     ],
 )
 def test_settings_without_effect_are_named(

@@ -29,8 +29,8 @@ MIN_CHUNK_TOKENS = 128
 """Minimum tokens per chunk of logits; matrix products of fewer rows are slow."""
 FUSED_OPTIMIZERS = ("Adam", "AdamW")
 """Classes of torch.optim whose fused GPU kernel supports FSDP2's DTensors; SGD's does not."""
-LORA = ("model.lora_rank", "model.lora_adapter_path")
-"""What settings of adapters need to have an effect, see `Setting.needs`."""
+NEW_LORA = ("model.lora_rank",)
+"""What settings of new adapters need to have an effect, see `Setting.needs`; given adapters have their own."""
 
 
 def chunk_tokens(vocab_size: int, on_gpu: bool) -> int:
@@ -88,10 +88,14 @@ class ModelConfig:
     )
     enable_gradient_checkpointing: bool = setting(True, "Recompute activations to save memory")
     trust_remote_code: bool = setting(False, "Run the model's own code")
-    lora_rank: int = setting(0, "LoRA rank; 0 trains the full model", ge=0)
-    lora_alpha: int = setting(16, "LoRA alpha; adapters are scaled by `lora_alpha` / `lora_rank`", needs=LORA)
-    lora_adapter_path: str | None = setting(None, "Directory of LoRA adapters to train further", path=True)
-    target_modules: str | list[str] = setting("all-linear", "Modules with LoRA adapters", needs=LORA)
+    lora_rank: int = setting(
+        0, "Rank of new LoRA adapters; 0 trains the full model", ge=0, needs=("model.lora_adapter_path=null",)
+    )
+    lora_alpha: int = setting(16, "LoRA alpha; adapters are scaled by `lora_alpha` / `lora_rank`", needs=NEW_LORA)
+    lora_adapter_path: str | None = setting(
+        None, "Directory of LoRA adapters to train further, with their own settings", path=True
+    )
+    target_modules: str | list[str] = setting("all-linear", "Modules with new LoRA adapters", needs=NEW_LORA)
     use_liger: bool = setting(False, "Use Liger kernels; on GPUs also for `fused_loss`")
     strategy: str = setting("fsdp2", "Sharding strategy; only fsdp2")
     attn_implementation: Attention = setting(
