@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,16 @@ def test_scaled_adapters_equal_those_of_peft(adapters: Path, quickstart: Path) -
         loss.backward()
         found.append([loss, *(each.grad for name, each in model.named_parameters() if ".lora_" in name)])
     assert all(torch.allclose(one, other, rtol=1e-4, atol=1e-7) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("setting", [{"trainable_token_indices": [3, 4]}, {"layer_replication": [[0, 2], [1, 2]]}])
+def test_rejects_adapters_that_cannot_be_sharded(
+    setting: dict[str, object], adapters: Path, quickstart: Path, tmp_path: Path
+) -> None:
+    file = adapters / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | setting))
+    with pytest.raises(UserError, match=f"lora_adapter_path=.*adapters was trained with {next(iter(setting))}"):
+        make_trainer(small_config(quickstart, tmp_path / "run", f"model.lora_adapter_path={adapters}"))
 
 
 def test_rejects_directory_without_adapters(quickstart: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, TaskType, get_peft_model
 from peft.tuners.lora import Linear as LoraLinear
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
@@ -35,6 +35,8 @@ from verl_ext.verl_api import PrecisionType, apply_monkey_patch, convert_to_regu
 
 SHARED_MEMORY = Path("/dev/shm/verl-cache")
 """Directory in which verl looks for copies; it accepts any files with the same names and sizes."""
+UNSUPPORTED_BY_FSDP = ("trainable_token_indices", "layer_replication")
+"""Settings of peft whose parameters FSDP2 cannot shard: parts of a tensor, and layers that share their weights."""
 ARGUMENTS = r"L\['(?!self)"
 """What torch.compile calls the arguments of a method, and what they contain; a regular expression."""
 
@@ -284,6 +286,13 @@ def add_lora(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel | P
 def _with_adapters(model: PreTrainedModel, config: ModelConfig) -> PeftModel:
     if config.lora_adapter_path is not None:
         path = local_path(config.lora_adapter_path, config.use_shm)
+        given = PeftConfig.from_pretrained(path)
+        for name in UNSUPPORTED_BY_FSDP:
+            if getattr(given, name, None):  # other kinds of adapters do not have it
+                raise UserError(
+                    f"model.lora_adapter_path={config.lora_adapter_path} was trained with {name}, which sharded "
+                    "training does not support; specify adapters without it"
+                )
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=r"for .* which is a no-op")  # the model is on the meta device
             return PeftModel.from_pretrained(model, path, is_trainable=True)
