@@ -96,6 +96,8 @@ def test_recipe_names_its_stage(recipe: Path, tmp_path: Path) -> None:
         ("controller.importance_file=/nowhere.json", "does not exist"),
         ("optim.lr_scheduler=cosine", "optim.lr_scheduler has no effect here"),
         ("eval.watch=true", "eval.watch has no effect"),
+        ("model.mixed_precision=bf16", "model.mixed_precision has no effect here.*controller.dtype"),
+        ("model.mixed_precision=auto", "model.mixed_precision has no effect here.*controller.dtype"),
         ("data.eval_batches=0", "data.eval_batches is 0.*-1 for all"),
         ("controller.tier_sizes=[a,b,c]", "controller.tier_sizes.*list .* of integers"),
         ("controller.tier_sizes=[]", "controller.tier_sizes is .*ascending integers"),

@@ -183,8 +183,8 @@ class BudgetModelConfig(VLMConfig, RewardModelConfig):
     attn_implementation: Attention = unused("auto", "the vision-language model uses its own")
     external_lib: str | None = unused(None, "set model.adapter for a custom architecture")
     adapter: str | None = setting(None, "VLMAdapter, path.py:CLASS or package.module:CLASS; null: by model type")
-    mixed_precision: Literal["auto", "bf16", "fp32"] = setting(
-        "fp32", "dtype of the forward pass; auto: bf16 where supported, but on CPUs fp32 except in the stage sft"
+    mixed_precision: Literal["auto", "bf16", "fp32"] = unused(
+        "fp32", "the controller is trained in fp32; set controller.dtype for the vision-language model"
     )
 
 
