@@ -247,6 +247,15 @@ def test_new_controller_is_uniform_and_uses_every_input() -> None:
     )
 
 
+def test_importance_sets_block_logits_to_z_scores() -> None:
+    controller = controller_of(SPACES["experts"])
+    controller.init_block_bias({1: 1.0, 2: 1.0, 3: 3.0, 4: 3.0})
+    assert controller.block_head.bias.tolist() == [-1, -1, 1, 1]
+    controller = controller_of(ConfigurationSpace(("low", "high"), 2, 1, 2))
+    controller.init_block_bias({1: 0.7})
+    assert controller.block_head.bias.tolist() == [0], "a single block has no spread"
+
+
 def test_complexity_grows_with_each_setting() -> None:
     space = SPACES["one number of blocks"]
     base = space.configuration(0, [True, True, True, False, False], 4)

@@ -90,7 +90,7 @@ def test_new_controller_prefers_important_blocks(tmp_path: Path) -> None:
     trainer = budget_trainer(tmp_path, f"controller.importance_file={tmp_path / 'importance.json'}")
     controller = trainer.build_controller()
     values = torch.tensor([*scores.values()])
-    torch.testing.assert_close(controller.block_head.bias.data, (values - values.mean()) / values.std())
+    torch.testing.assert_close(controller.block_head.bias.data, (values - values.mean()) / values.std(correction=0))
     uniforms = torch.rand(200, num_uniforms(controller.space), dtype=torch.float64)
     features = (torch.randn(200, width) for width in (controller.config.vision_width, controller.config.language_width))
     logits = controller(*features, torch.full((200,), 100.0))

@@ -151,7 +151,8 @@ class BudgetController(PreTrainedModel):
         """Make a new controller prefer important blocks: set each block's logit to the z-score of its importance."""
         values = torch.tensor([scores[block] for block in range(1, self.space.num_blocks)])
         with torch.no_grad():
-            self.block_head.bias.copy_((values - values.mean()) / values.std().clamp(min=1e-12))
+            # without a correction, because the standard deviation of a single value would be NaN with it
+            self.block_head.bias.copy_((values - values.mean()) / values.std(correction=0).clamp(min=1e-12))
 
     def forward(self, vision: torch.Tensor, language: torch.Tensor, budgets_ms: torch.Tensor) -> Logits:
         """Compute logits from features (batch, vision_width) and (batch, language_width), and budgets (batch,)."""
