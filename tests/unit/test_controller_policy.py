@@ -92,7 +92,11 @@ def test_recomputed_log_probs_equal_rollout_log_probs(policy: ControllerPolicy) 
 
 
 def test_rank_without_prompts_generates_nothing(policy: ControllerPolicy) -> None:
+    policy._controller.train()
+    before = torch.get_rng_state()
     assert list(policy.generate([], 1)) == []
+    assert torch.equal(torch.get_rng_state(), before), "dropout used random numbers, which a resumed run would not"
+    assert policy._controller.training
 
 
 def test_configuration_runs_once_per_sample(runner: VLMRunner, space: ConfigurationSpace) -> None:

@@ -89,17 +89,14 @@ class ControllerPolicy(Policy):
         """Evaluations use the same budgets from the whole range at every step."""
         if not trajectories:  # the other ranks need this rank for their forward pass
             config = self._controller.config
-            self._distribution(
+            self._distribution_without_dropout(
                 torch.zeros(1, config.vision_width), torch.zeros(1, config.language_width), torch.tensor([self._low_ms])
             )
             return
         features = [self._runner.features(trajectory.prompt.fields["sample"]) for trajectory in trajectories]
         budgets = [self._budget_ms(trajectory.prompt, 0 if greedy else step) for trajectory in trajectories]
         vision, language = (torch.stack([each[part] for each in features]) for part in (0, 1))
-        was_training = self._controller.training
-        self._controller.eval()
-        distribution = self._distribution(vision, language, torch.tensor(budgets))
-        self._controller.train(was_training)
+        distribution = self._distribution_without_dropout(vision, language, torch.tensor(budgets))
         choices = distribution.mode() if greedy else distribution.sample(self._uniforms(trajectories, step))
         configurations, log_probs = choices.configurations(self._space), distribution.log_prob(choices).tolist()
         for trajectory, configuration, budget_ms, log_prob, inputs in zip(
@@ -157,6 +154,13 @@ class ControllerPolicy(Policy):
             generator = torch.Generator().manual_seed(seed)
             rows.append(torch.rand(num_uniforms(self._space), generator=generator, dtype=torch.float64))
         return torch.stack(rows).to(self._device)
+
+    def _distribution_without_dropout(self, *inputs: torch.Tensor) -> ConfigurationDistribution:
+        was_training = self._controller.training
+        self._controller.eval()
+        distribution = self._distribution(*inputs)
+        self._controller.train(was_training)
+        return distribution
 
     def _distribution(
         self, vision: torch.Tensor, language: torch.Tensor, budgets_ms: torch.Tensor
