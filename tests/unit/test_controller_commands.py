@@ -244,8 +244,10 @@ def test_noisy_calibration_is_repeated_and_fastest_fit_kept(
     ("more", "message"),
     [
         (["--configurations", "3"], "'3' is not an integer of 10 or more"),
-        (["--topk-choices", "1", "2"], "must end with 4"),
-        (["--topk-choices", "4", "--min-active", "9"], "controller.min_active=9"),
+        (["--topk-choices", "1", "2"], "--topk-choices=[1, 2] must end with 4"),
+        (["--topk-choices", "4", "1", "4"], "--topk-choices is [4, 1, 4]; it must be a list of ascending integers"),
+        (["--topk-choices", "4", "--min-active", "9"], "--min-active=9 exceeds"),
+        (["--tier-sizes", "9216", "2304"], "--tier-sizes=[9216, 2304] must be ascending"),
     ],
 )
 def test_bad_arguments_print_one_sentence(more: list[str], message: str, run: Run, tmp_path: Path) -> None:

@@ -78,6 +78,7 @@ def load_inputs(arguments: argparse.Namespace) -> tuple[VLMAdapter, list[ImageQu
         dtype=dtype,
         trust_remote_code=arguments.trust_remote_code,
         custom_adapter=arguments.adapter,
+        section=None,
     )
     source = QuestionSource(arguments.num_questions, 0, arguments.questions)
     questions = ImageQuestionDataset({"questions": source}, "train", progress=True).samples
@@ -104,7 +105,7 @@ def main() -> None:
     from verl_ext.controller.latency import calibrate, warn_of_bad_fit  # here, as torch takes seconds to import
 
     adapter, questions = load_inputs(arguments)
-    space = adapter.space(arguments.min_active, None, arguments.topk_choices)
+    space = adapter.space(arguments.min_active, None, arguments.topk_choices, section=None)
     sizes = arguments.configurations, arguments.repeats, arguments.max_new_tokens, arguments.hidden
     model = calibrate(adapter, space, questions, *sizes)
     for part, weights in model.coefficients.items():

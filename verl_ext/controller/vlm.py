@@ -65,6 +65,7 @@ def load_adapter(
     dtype: torch.dtype = torch.float32,
     trust_remote_code: bool = False,
     custom_adapter: Plugin | None = None,
+    section: str | None = "controller",
 ) -> VLMAdapter:
     """Load a frozen model and return its adapter.
 
@@ -72,7 +73,7 @@ def load_adapter(
         path: a directory, or a name on the Hub.
         tier_sizes: see `VLMAdapter`.
         trust_remote_code: whether to run the code of the checkpoint, which Molmo needs.
-        custom_adapter: see `adapter_for`.
+        custom_adapter: see `adapter_for`, also for `section`.
 
     Raises:
         UserError: the model cannot be loaded, or there is no adapter for it.
@@ -102,7 +103,7 @@ def load_adapter(
             "or set trust_remote_code for a model with custom code"
         ) from error
     disable_cudnn_attention()  # as in training, so that latencies agree
-    return adapter_for(model.to(device).eval().requires_grad_(False), processor, tier_sizes, custom_adapter)
+    return adapter_for(model.to(device).eval().requires_grad_(False), processor, tier_sizes, custom_adapter, section)
 
 
 def adapt_model_class(model_class: type[PreTrainedModel]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedModel, ProcessorMixin
 
-from verl_ext.controller.adapters.base import DecodeState, Inputs, SkippedBlock, VLMAdapter
+from verl_ext.controller.adapters.base import DecodeState, Inputs, SkippedBlock, VLMAdapter, setting_name
 from verl_ext.controller.adapters.molmo import MolmoAdapter
 from verl_ext.controller.adapters.qwen_vl import Qwen35Adapter, QwenVLAdapter
 from verl_ext.errors import UserError
@@ -33,13 +33,13 @@ def adapter_for(
     processor: ProcessorMixin,
     tier_sizes: Sequence[int],
     plugin: Plugin | None = None,
-    section: str = "controller",
+    section: str | None = "controller",
 ) -> VLMAdapter:
     """Create the adapter for a model's `model_type`, or a custom adapter.
 
     Args:
         plugin: a custom adapter class, for any other architecture.
-        section: section of the configuration with `tier_sizes`, for messages.
+        section: see `setting_name`.
 
     Raises:
         UserError: no adapter supports the model, the custom class cannot be used, or the tiers do not fit the model.
@@ -52,7 +52,7 @@ def adapter_for(
         )
     adapter_class = ADAPTERS[model_type] if plugin is None else load_adapter_class(plugin)
     adapter = adapter_class(model, processor, tier_sizes)
-    adapter.check_tiers(f"{section}.tier_sizes")
+    adapter.check_tiers(setting_name(section, "tier_sizes"))
     return adapter
 
 

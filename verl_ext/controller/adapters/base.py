@@ -14,6 +14,7 @@ from PIL import Image
 from torch import nn
 from transformers import PreTrainedModel, ProcessorMixin
 
+from verl_ext.controller.config import require_ascending
 from verl_ext.controller.space import Configuration, ConfigurationSpace
 from verl_ext.data.chat_template import stop_token_ids
 from verl_ext.errors import UserError
@@ -83,6 +84,15 @@ class CachedVisionEncoder(nn.Module):
     def forward(self, *_: Any, **__: Any) -> Any:
         """A copy of the output, because Qwen-VL models replace parts of it."""
         return copy.copy(self._output)
+
+
+def setting_name(section: str | None, key: str) -> str:
+    """The name of a setting in messages.
+
+    Args:
+        section: section of the configuration with the key; None if it is a command's option.
+    """
+    return f"--{key.replace('_', '-')}" if section is None else f"{section}.{key}"
 
 
 class VLMAdapter(ABC):
@@ -181,40 +191,46 @@ class VLMAdapter(ABC):
         return [None if mixture is None else self.router(mixture) for mixture in mixtures]
 
     def space(
-        self, min_active: int, max_active: int | None, topk_choices: Sequence[int] = (), section: str = "controller"
+        self,
+        min_active: int,
+        max_active: int | None,
+        topk_choices: Sequence[int] = (),
+        section: str | None = "controller",
     ) -> ConfigurationSpace:
         """The configurations of this model that a controller can select.
 
         Args:
             max_active: most active blocks; None for all blocks of the model.
-            section: section of the configuration with these keys, for messages.
+            section: see `setting_name`.
 
         Raises:
-            UserError: `topk_choices` is set for a model without experts, or does not end with the model's own top-k, or
-                the numbers of blocks do not fit the model.
+            UserError: `topk_choices` is not ascending, is set for a model without experts, or does not end with the
+                model's own top-k, or the numbers of blocks do not fit the model.
         """
         topk, num_blocks = self.trained_topk, len(self.blocks)
+        least, most, choices = (setting_name(section, name) for name in ("min_active", "max_active", "topk_choices"))
+        require_ascending(choices, topk_choices, may_be_empty=True)
         if topk_choices and not topk:
+            fix = "omit it" if section is None else "set it to []"
             raise UserError(
-                f"{section}.topk_choices={list(topk_choices)} is set, but {type(self.model).__name__} has no experts; "
-                "set it to []"
+                f"{choices}={list(topk_choices)} is set, but {type(self.model).__name__} has no experts; {fix}"
             )
         if topk and (not topk_choices or topk_choices[-1] != topk):
             raise UserError(
-                f"{section}.topk_choices={list(topk_choices)} must end with {topk}, the number of experts per token "
-                f"of {type(self.model).__name__}"
+                f"{choices}={list(topk_choices)} must end with {topk}, the number of experts per token of "
+                f"{type(self.model).__name__}"
             )
         if max_active is None and min_active > num_blocks:
-            raise UserError(f"{section}.min_active={min_active} exceeds the model's {num_blocks} blocks; lower it")
+            raise UserError(f"{least}={min_active} exceeds the model's {num_blocks} blocks; lower it")
         if max_active is not None and not min_active <= max_active <= num_blocks:
             raise UserError(
-                f"{section}.min_active={min_active} and {section}.max_active={max_active} must be between 1 and the "
-                f"model's {num_blocks} blocks, and the first must not exceed the second"
+                f"{least}={min_active} and {most}={max_active} must be between 1 and the model's {num_blocks} blocks, "
+                "and the first must not exceed the second"
             )
         has_usual_tiers = len(self.tier_sizes) == len(TIER_NAMES)
         names = TIER_NAMES if has_usual_tiers else [f"tier {size}" for size in self.tier_sizes]
-        most = num_blocks if max_active is None else max_active
-        return ConfigurationSpace(tuple(names), num_blocks, min_active, most, tuple(topk_choices))
+        upper = num_blocks if max_active is None else max_active
+        return ConfigurationSpace(tuple(names), num_blocks, min_active, upper, tuple(topk_choices))
 
     @contextmanager
     def configured(self, configuration: Configuration) -> Iterator[None]:
