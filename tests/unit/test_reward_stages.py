@@ -267,6 +267,18 @@ def test_settings_of_answers_make_rewards_incomparable(
     assert f"are not comparable, because of changes in {key}; best_model.pt" in capsys.readouterr().err
 
 
+def test_another_latency_model_makes_rewards_incomparable(
+    controlled: BudgetTrainer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = {**controlled.data_state(), "best_reward": 0.5}
+    assert isinstance(controlled.latency, ModeledLatency)
+    controlled.latency = replace(controlled.latency, model=replace(controlled.latency.model, deciding_ms=7.0))
+    controlled.load_data_state(state)
+    controlled.load_checkpoint()
+    assert controlled.best_reward == float("-inf")
+    assert "are not comparable, because of changes in the latency model; best_model.pt" in capsys.readouterr().err
+
+
 def test_interrupted_end_of_epoch_is_repeated_until_saved(tmp_path: Path) -> None:
     """Also if the run is killed after it has repeated the validation, but before it saves again."""
 

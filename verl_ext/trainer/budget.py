@@ -321,6 +321,7 @@ class BudgetTrainer(RewardTrainer):
             "budgets_ms": self.budgets_ms,
             "reward": asdict(self.config.reward),
             "latency": (latency.source, latency.percentile, latency.validation),
+            "latency_model": asdict(self.latency.model) if isinstance(self.latency, ModeledLatency) else None,
             "tier_sizes": list(controller.tier_sizes),
             "max_new_tokens": controller.max_new_tokens,
             "question_suffix": self.config.data.question_suffix,
@@ -344,7 +345,7 @@ class BudgetTrainer(RewardTrainer):
 
 
 def settings_of_terms(terms: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `BudgetTrainer.reward_terms` by setting; the budgets can follow from several settings."""
+    """Return `BudgetTrainer.reward_terms` by setting; budgets and latency model can follow from several settings."""
     found: dict[str, Any] = {}
     for name, value in terms.items():
         if name == "reward":
@@ -352,7 +353,8 @@ def settings_of_terms(terms: Mapping[str, Any]) -> dict[str, Any]:
         elif name == "latency":
             found |= dict(zip(("latency.source", "latency.percentile", "latency.validation"), value))
         else:
-            names = {"budgets_ms": "the budgets", "question_suffix": "data.question_suffix"}
+            names = {"budgets_ms": "the budgets", "latency_model": "the latency model"}
+            names |= {"question_suffix": "data.question_suffix"}
             found[names.get(name, f"controller.{name}")] = value
     return found
 
