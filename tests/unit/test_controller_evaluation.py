@@ -7,7 +7,7 @@ import math
 import re
 import shutil
 from collections import Counter
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from tests.helpers.wandb_files import read_history, read_records, values_of
 from verl_ext.checkpoint.manifest import Manifest
 from verl_ext.controller.adapters import adapter_for
 from verl_ext.controller.evaluation import measure
+from verl_ext.controller.evaluation.evaluate import AdaptiveEvalConfig, load_questions
 from verl_ext.controller.evaluation.results import (
     ResultMatrices,
     lookup_table,
@@ -39,6 +40,7 @@ from verl_ext.controller.importance import load_importance, save_importance
 from verl_ext.controller.inference import AdaptiveModel
 from verl_ext.controller.latency import FEATURES, LatencyModel
 from verl_ext.controller.scoring import soft_accuracy
+from verl_ext.controller.source import ControllerSource
 from verl_ext.controller.space import Configuration, ConfigurationSpace, cheapest_configuration
 from verl_ext.controller.vlm import fingerprint, load_adapter, load_controller
 from verl_ext.data.config import QuestionSource
@@ -278,6 +280,45 @@ def test_export_without_run_takes_questions_from_folder(tiny: Path, tmp_path: Pa
     assert content["protocol"]["importance_file"] is None and content["protocol"]["num_samples"] == 3
 
 
+def eval_config(**values: Any) -> AdaptiveEvalConfig:
+    """A configuration with the number of questions in `SHORT`; options that do not select questions are null."""
+    options = dict.fromkeys(each.name for each in fields(AdaptiveEvalConfig)) | {"num_samples": 3, "num_train": 2}
+    return AdaptiveEvalConfig(**{**options, **values})
+
+
+@pytest.mark.parametrize(
+    ("metrics", "option", "used"),
+    [
+        (["cider"], None, "cider"),
+        (["cider"], "vqa", "vqa"),
+        (["cider", "vqa"], None, "vqa"),
+        ([], None, "vqa"),
+        ([], "cider", "cider"),
+    ],
+)
+def test_other_questions_have_metric_of_run_or_option(
+    metrics: list[str], option: str | None, used: str, tiny: Path, tmp_path: Path
+) -> None:
+    datasets = {str(number): {"source": "elsewhere", "metric": metric} for number, metric in enumerate(metrics)}
+    config = {"data": {"datasets": datasets}, "controller": {}, "latency": {}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    source = ControllerSource(tmp_path / "huggingface", tmp_path)
+    splits = load_questions(source, eval_config(questions=tiny / "data", metric=option), "")
+    assert {question.metric for split in splits for question in split} == {used}
+
+
+def test_images_of_other_questions_are_read_from_given_folder(tmp_path: Path) -> None:
+    for name in ("questions", "images"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "images/one.png").write_bytes(question(1).image)
+    rows = pa.Table.from_pylist([{"image": "one.png", "question": "what is it ?", "answers": ["a cat"]}])
+    for split in ("train", "val"):
+        parquet.write_table(rows, tmp_path / f"questions/{split}.parquet")
+    config = eval_config(questions=tmp_path / "questions", images=tmp_path / "images")
+    [[sample], _] = load_questions(ControllerSource(tmp_path / "huggingface"), config, " Think.")
+    assert sample.image == tmp_path / "images/one.png" and sample.question == "what is it ? Think."
+
+
 # Bad input
 
 
@@ -293,6 +334,7 @@ def test_export_without_run_takes_questions_from_folder(tiny: Path, tmp_path: Pa
             "--budgets starts at 0.001 ms, but the cheapest configuration and the decision for it",
         ),
         ("run", ("--questions", "{tiny}/model"), r"has no train\*.parquet"),
+        ("run", ("--metric", "cider"), "--metric has no effect without --questions"),
         ("run", ("--vlm", "{tiny}/other"), "was trained for a model other than"),
         ("run", ("--vlm", "{tiny}/nowhere"), "cannot be loaded"),
         ("alone", (), "no questions are given; set --questions"),

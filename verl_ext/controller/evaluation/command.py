@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from eval_pipeline.commands import add_action, input_path, output_path
 from verl_ext.cli import Commands, FloatArg, IntArg
+from verl_ext.data.config import VQA_METRICS
+from verl_ext.errors import UserError
 from verl_ext.paths import caller_directory
 
 if TYPE_CHECKING:
@@ -46,6 +48,17 @@ def add_adaptive(commands: Commands) -> None:
     parser.add_argument(
         "--questions", type=input_path, metavar="FOLDER", help="folder of train*.parquet and val*.parquet"
     )
+    parser.add_argument(
+        "--metric",
+        choices=VQA_METRICS,
+        help="metric of the answers to --questions (default: that of the run's datasets if they share one, else vqa)",
+    )
+    parser.add_argument(
+        "--images",
+        type=input_path,
+        metavar="FOLDER",
+        help="folder of the images that --questions name by path (default: the folder of --questions)",
+    )
     add_number(parser, "--num-samples", 200, "number of val questions for the comparison")
     add_number(parser, "--num-train", 100, "number of train questions for the lookup table")
     add_number(parser, "--max-static", 36, "maximum size of the grid of static configurations")
@@ -81,6 +94,9 @@ def run(arguments: argparse.Namespace) -> int:
     from verl_ext.controller.source import find_controller
     from verl_ext.plugins import Plugin
 
+    for option in ("metric", "images"):
+        if arguments.questions is None and getattr(arguments, option) is not None:
+            raise UserError(f"--{option} has no effect without --questions; set both, or omit it")
     source = find_controller(arguments.checkpoint)
     from verl_ext.controller.evaluation.evaluate import AdaptiveEvalConfig, evaluate  # here, as torch takes seconds
 

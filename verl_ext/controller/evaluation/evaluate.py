@@ -37,7 +37,7 @@ from verl_ext.controller.source import ControllerSource
 from verl_ext.controller.space import cheapest_configuration
 from verl_ext.controller.vlm import ControlledModel
 from verl_ext.data.config import QuestionSource
-from verl_ext.data.image_questions import ImageQuestion, ImageQuestionDataset, require_no_placeholders
+from verl_ext.data.image_questions import ImageQuestion, ImageQuestionDataset, metric_of, require_no_placeholders
 from verl_ext.errors import UserError
 from verl_ext.plugins import Plugin
 
@@ -52,6 +52,8 @@ class AdaptiveEvalConfig:
     budgets: list[float]
     num_budgets: int
     questions: Path | None
+    metric: str | None
+    images: Path | None
     num_samples: int
     num_train: int
     max_static: int
@@ -104,11 +106,13 @@ def load_questions(
     Raises:
         UserError: no dataset is given, or a dataset cannot be read.
     """
+    datasets = source.setting("data", "datasets") or {}
+    sources = {name: QuestionSource(**each) for name, each in datasets.items()}
     if config.questions is not None:
-        sources = {"questions": QuestionSource(source=str(config.questions))}
-    else:
-        datasets = source.setting("data", "datasets") or {}
-        sources = {name: QuestionSource(**each) for name, each in datasets.items()}
+        metrics = {metric_of(name, each) for name, each in sources.items()}
+        metric = config.metric or (metrics.pop() if len(metrics) == 1 else None)
+        images = None if config.images is None else str(config.images)
+        sources = {"questions": QuestionSource(source=str(config.questions), metric=metric, images=images)}
     if not sources:
         raise UserError("no questions are given; set --questions to a folder with train*.parquet and val*.parquet")
 
