@@ -21,6 +21,7 @@ from tests.helpers import vlms
 from tests.helpers.data import question
 from verl_ext.controller import latency
 from verl_ext.controller.adapters import Inputs, VLMAdapter
+from verl_ext.controller.calibrate import load_inputs, model_parser
 from verl_ext.controller.calibrate import main as calibrate_command
 from verl_ext.controller.config import PERCENTILES
 from verl_ext.controller.importance import load_importance, measure_importance, save_importance
@@ -184,6 +185,17 @@ def test_model_is_measured_in_given_dtype(command: Callable[[], None], run: Run,
         assert recorded["machine"] == measured_on(bf16)
         with pytest.raises(UserError, match="another model or dtype; .*calibrate --dtype fp32`"):
             ModeledLatency.load(tmp_path / "x.json", fp32)
+
+
+def test_questions_are_those_of_run(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "one.png").write_bytes(question(1).image)
+    (tmp_path / "questions").mkdir()
+    rows = pa.Table.from_pylist([{"image": "one.png", "question": "what is it ?", "answers": ["a cat"]}])
+    parquet.write_table(rows, tmp_path / "questions/train.parquet")
+    words = ["--model", saved / "model", "--questions", tmp_path / "questions", "--tier-sizes", *SIZES]
+    words += ["--images", tmp_path, "--question-suffix", " Think.", "--output", tmp_path / "x.json"]
+    [asked] = load_inputs(model_parser("importance", "", "").parse_args(list(map(str, words))))[1]
+    assert asked.question == "what is it ? Think." and asked.image == tmp_path / "one.png"
 
 
 def test_decisions_are_timed_with_controller_of_given_width(

@@ -59,6 +59,17 @@ def model_parser(name: str, text: str, example: str) -> CommandParser:
         help="dtype of the model, as in the run's controller.dtype",
     )
     parser.add_argument("--questions", metavar="FOLDER", required=True, help="folder with train*.parquet")
+    parser.add_argument(
+        "--images",
+        metavar="FOLDER",
+        help="folder of the images that questions name by path (default: the folder of --questions)",
+    )
+    parser.add_argument(
+        "--question-suffix",
+        metavar="TEXT",
+        default="",
+        help="text to append to every question, as in the run's data.question_suffix (default: none)",
+    )
     parser.add_argument("--num-questions", type=IntArg(), default=32, help="number of questions to measure on")
     parser.add_argument("--output", metavar="FILE", type=output_file, required=True, help="JSON file to write")
     return parser
@@ -80,8 +91,9 @@ def load_inputs(arguments: argparse.Namespace) -> tuple[VLMAdapter, list[ImageQu
         custom_adapter=arguments.adapter,
         section=None,
     )
-    source = QuestionSource(arguments.num_questions, 0, arguments.questions)
-    questions = ImageQuestionDataset({"questions": source}, "train", progress=True).samples
+    source = QuestionSource(arguments.num_questions, 0, arguments.questions, images=arguments.images)
+    suffix = arguments.question_suffix
+    questions = ImageQuestionDataset({"questions": source}, "train", suffix, progress=True).samples
     require_no_placeholders(questions, adapter.processor)
     return adapter, questions
 
