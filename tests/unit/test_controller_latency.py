@@ -84,6 +84,11 @@ def test_r2_is_one_for_truth_and_zero_for_mean() -> None:
     assert r2_score([3.0, 3.0, 3.0], [1.0, 2.0, 6.0]) == pytest.approx(0)
 
 
+def test_r2_of_equal_measurements_is_finite() -> None:
+    assert r2_score([2.0, 2.1], [2.0, 2.0]) == 0
+    assert r2_score([2.0, 2.0], [2.0, 2.0]) == 1
+
+
 def test_one_token_answers_give_zero_decode_coefficients() -> None:
     seen = [RunWorkload(each.configuration, each.num_patches, each.num_prompt_tokens, 0) for each in workloads(50)]
     coefficients = fit_coefficients(seen, [model(TRUTH).predict(each) for each in seen])

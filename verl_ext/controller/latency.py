@@ -170,9 +170,13 @@ def fit_coefficients(workloads: Sequence[RunWorkload], latencies: Sequence[Laten
 
 
 def r2_score(predicted: Sequence[float], measured: Sequence[float]) -> float:
-    """R squared: the share of the measurements' variance that the predictions explain."""
+    """R squared: the share of the measurements' variance that the predictions explain.
+
+    If the measurements are equal, there is no variance: 1 if the predictions are exact, else 0, as in scikit-learn.
+    """
     truth, guess = np.asarray(measured), np.asarray(predicted)
-    return float(1 - ((truth - guess) ** 2).sum() / ((truth - truth.mean()) ** 2).sum())
+    error, variance = ((truth - guess) ** 2).sum(), ((truth - truth.mean()) ** 2).sum()
+    return float(1 - error / variance) if variance else float(error == 0)
 
 
 # Sources of latencies
