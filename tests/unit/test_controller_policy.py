@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ import torch
 from tests.helpers import vlms
 from tests.helpers.data import question
 from tests.helpers.grpo import rewards_of
-from verl_ext.controller.adapters import adapter_for
+from verl_ext.controller.adapters import Inputs, VLMAdapter, adapter_for
 from verl_ext.controller.config import BudgetRewardConfig
 from verl_ext.controller.execution import EncodedImage, RunResult, VLMRunner
 from verl_ext.controller.grpo import ControllerEnvironment, ControllerPolicy
@@ -20,7 +22,7 @@ from verl_ext.controller.inference import Decision
 from verl_ext.controller.latency import LatencySource
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 from verl_ext.controller.scoring import AnswerScorer
-from verl_ext.controller.space import ConfigurationSpace
+from verl_ext.controller.space import ConfigurationSpace, cheapest_configuration
 from verl_ext.data.image_questions import ImageQuestion
 from verl_ext.errors import UserError
 from verl_ext.grpo.protocols import Prompt, Trajectory
@@ -107,6 +109,25 @@ def test_configuration_runs_once_per_sample(runner: VLMRunner, space: Configurat
     assert (runner.results.num_lookups - asked, runner.results.num_hits - found) == (3, 1)
     assert outcomes[0].latency.vision_ms == outcomes[1].latency.vision_ms > 0  # encoded once
     assert outcomes[0].workload.num_patches == 64 and outcomes[0].workload.num_prompt_tokens > 16
+
+
+@pytest.mark.parametrize("warms_up", [True, False])
+def test_new_input_size_is_run_once_before_measurements(
+    warms_up: bool, runner: VLMRunner, space: ConfigurationSpace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, generate = [], type(runner.adapter).generate
+
+    def noted(self: VLMAdapter, inputs: Inputs, *more: Any) -> list[int]:
+        sizes.append(len(inputs["pixel_values"]))
+        return generate(self, inputs, *more)
+
+    monkeypatch.setattr(type(runner.adapter), "generate", noted)
+    warm = VLMRunner(runner.adapter, max_new_tokens=3, warms_up=warms_up)
+    cheapest = cheapest_configuration(space, None)
+    for number in (50, 51):  # images of the same size
+        for tier in (0, 1):
+            warm.run(question(number), replace(cheapest, tier=tier))
+    assert [sizes.count(each) for each in (16, 64)] == [2 + warms_up] * 2
 
 
 class FixedLatency(LatencySource):

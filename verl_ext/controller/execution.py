@@ -172,10 +172,15 @@ class VLMRunner:
 
     Args:
         max_encodings: maximum number of encoded images to cache on the device.
+        warms_up: whether to run the full model once at each new input size before measuring, because the first run at
+            an input size is slower.
     """
 
-    def __init__(self, adapter: VLMAdapter, max_new_tokens: int, max_encodings: int = 256) -> None:
-        self.adapter, self._max_new_tokens = adapter, max_new_tokens
+    def __init__(
+        self, adapter: VLMAdapter, max_new_tokens: int, max_encodings: int = 256, warms_up: bool = False
+    ) -> None:
+        self.adapter, self._max_new_tokens, self._warms_up = adapter, max_new_tokens, warms_up
+        self._seen_sizes: set[tuple[int, int]] = set()
         self._end_tokens = adapter.end_tokens
         self.results: LRUCache[RunResult] = LRUCache(MAX_CACHED_RESULTS)
         self._encoded: LRUCache[EncodedImage] = LRUCache(max_encodings)
@@ -229,9 +234,14 @@ class VLMRunner:
     def encode(self, image: Image.Image, question: str, tier: int) -> EncodedImage:
         """Encode an RGB image at a tier, with the full text of a question."""
         inputs = self.adapter.inputs(image, question, tier)
+        size = self.adapter.num_patches(inputs), inputs["input_ids"].shape[1]
+        if self._warms_up and size not in self._seen_sizes:
+            self._seen_sizes.add(size)
+            with self.adapter.with_encoding(self.adapter.encode(inputs)):
+                self.adapter.generate(inputs, self._max_new_tokens, self._end_tokens)
         with LatencyMeter(self.adapter) as meter:
             encoding = self.adapter.encode(inputs)
-        return EncodedImage(inputs, self.adapter.num_patches(inputs), encoding, meter.vision_ms)
+        return EncodedImage(inputs, size[0], encoding, meter.vision_ms)
 
     def answer(self, encoded: EncodedImage, configuration: Configuration) -> RunResult:
         """Answer a question whose image is encoded at the configuration's tier."""

@@ -201,12 +201,14 @@ class ControlledModel:
         """Plain values for JSON."""
         return {**asdict(self), "tier_sizes": list(self.tier_sizes)}
 
-    def runner(self, device: str, dtype: torch.dtype, custom_adapter: Plugin | None = None, **sizes: int) -> VLMRunner:
+    def runner(
+        self, device: str, dtype: torch.dtype, custom_adapter: Plugin | None = None, **options: Any
+    ) -> VLMRunner:
         """Load the model with the settings of training; on the CPU, also set torch's number of threads, if known.
 
         Args:
             custom_adapter: see `adapter_for`. An adapter that only the export names is not run.
-            sizes: sizes of the runner's caches.
+            options: further arguments of `VLMRunner`.
 
         Raises:
             UserError: the model cannot be loaded, or the controller was trained for another model.
@@ -229,7 +231,7 @@ class ControlledModel:
             raise UserError(
                 f"the controller was trained for a model other than {self.path}; pass the path of its model with --vlm"
             )
-        return VLMRunner(adapter, self.max_new_tokens, **sizes)
+        return VLMRunner(adapter, self.max_new_tokens, **options)
 
 
 def load_controller(

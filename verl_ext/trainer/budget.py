@@ -106,7 +106,13 @@ class BudgetTrainer(RewardTrainer):
         dtype = pick_precision(self.saved_dtype if controller.dtype == "auto" else controller.dtype, device)
         self.vlm_dtype = PRECISIONS[dtype]
         plugin = None if named is None else Plugin.parse(named, "model.adapter")
-        runner = self.controlled_model().runner(device, dtype, plugin, max_encodings=controller.max_encodings)
+        runner = self.controlled_model().runner(
+            device,
+            dtype,
+            plugin,
+            max_encodings=controller.max_encodings,
+            warms_up="measured" in (config.latency.source, config.latency.validation),
+        )
         self.vlm_fingerprint = fingerprint(runner.adapter.model)
         saved = self.saved_fingerprint  # None: it starts at step 0, or an earlier version wrote the checkpoint
         if saved not in (None, self.vlm_fingerprint):
