@@ -16,10 +16,10 @@ from tests.helpers.data import question
 from tests.helpers.grpo import rewards_of
 from verl_ext.controller.adapters import Inputs, VLMAdapter, adapter_for
 from verl_ext.controller.config import BudgetRewardConfig
-from verl_ext.controller.execution import EncodedImage, RunResult, VLMRunner
+from verl_ext.controller.execution import EncodedImage, Latency, RunResult, VLMRunner
 from verl_ext.controller.grpo import ControllerEnvironment, ControllerPolicy
 from verl_ext.controller.inference import Decision
-from verl_ext.controller.latency import LatencySource
+from verl_ext.controller.latency import FEATURES, LatencyModel, LatencySource, ModeledLatency
 from verl_ext.controller.network import BudgetController, BudgetControllerConfig
 from verl_ext.controller.scoring import AnswerScorer
 from verl_ext.controller.space import ConfigurationSpace, cheapest_configuration
@@ -172,6 +172,23 @@ def test_rewards_follow_the_run_configurations(
         )
         assert reward.metrics["budget_violation"] == (reward.metrics["latency_ms"] > budget)
         assert (reward.components["reward_violation"] < 0) == (reward.metrics["latency_ms"] > budget)
+
+
+def test_measured_latency_includes_median_decision(
+    runner: VLMRunner, space: ConfigurationSpace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the latency model that gives the time of a decision is at another percentile in training."""
+    coefficients = {part: dict.fromkeys(names, 0.0) for part, names in FEATURES.items()}
+    model = LatencyModel(coefficients, 1.0, "a machine", "a model", deciding_ms=2.0, scatter={"90": 1.5})
+    environment = ControllerEnvironment(
+        runner, space, BudgetRewardConfig(), AnswerScorer([]), ModeledLatency(model, percentile=90)
+    )
+    result = replace(runner.run(question(60), space.full), latency=Latency(5.0, 10.0, 4.0, 1))
+    monkeypatch.setattr(runner, "run_uncached", lambda *_: result)
+    encoded = replace(runner.encoded(question(60), 0), vision_ms=3.0)
+    monkeypatch.setattr(runner, "encode", lambda *_: encoded)
+    with environment.measuring(True):
+        assert environment._run(question(60), space.full)[1] == 19.0 + 3.0 + 2.0
 
 
 def test_unreadable_image_error_names_question() -> None:

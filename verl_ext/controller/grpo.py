@@ -250,7 +250,7 @@ class ControllerEnvironment(Environment):
             result = self._runner.run_uncached(question, configuration)
             if configuration.tier:
                 encode_ms = self._runner.encode(question.load_image(), question.question, 0).vision_ms
-            return result, result.latency.total_ms + encode_ms + self._latency.deciding_ms
+            return result, result.latency.total_ms + encode_ms + self._latency.median_deciding_ms
         result = self._runner.run(question, configuration)
         if configuration.tier:
             encode_ms = self._latency.encode_ms(self._runner.encoded(question, 0))

@@ -193,6 +193,11 @@ class LatencySource(ABC):
     def deciding_ms(self) -> float:
         """Time of a decision that was not measured itself, without encoding the image at the lowest tier."""
 
+    @property
+    def median_deciding_ms(self) -> float:
+        """Like `deciding_ms`, to add to a measured run, which is at no particular percentile."""
+        return self.deciding_ms
+
     @abstractmethod
     def run_ms(self, result: RunResult) -> float:
         """Time to run a configuration, including the encoding of the image."""
@@ -264,6 +269,10 @@ class ModeledLatency(LatencySource):
     @property
     def deciding_ms(self) -> float:
         return self._factor * self.model.deciding_ms
+
+    @property
+    def median_deciding_ms(self) -> float:
+        return self.model.deciding_ms
 
     def run_ms(self, result: RunResult) -> float:
         return self._factor * self.model.predict(result.workload).total_ms
