@@ -135,6 +135,18 @@ def test_advice_names_settings_that_fit() -> None:
     assert suggest_fix(tiny).startswith("no known setting makes it fit")
 
 
+@pytest.mark.parametrize(
+    ("model_type", "changes"), [("granite", {"logits_scaling": 8.0}), ("gemma2", {}), ("cohere", {})]
+)
+def test_advice_omits_fused_loss_for_models_that_change_logits(model_type: str, changes: dict[str, float]) -> None:
+    model = {**SMALL, "num_hidden_layers": 2, "num_key_value_heads": 4, "vocab_size": 4000, "pad_token_id": 0}
+    config = load_config("sft", ["recipe=qwen2.5_coder_7b", "model.fused_loss=false", "model.compile=false"])
+    shape = shape_of(AutoConfig.for_model(model_type, **model, **changes))
+    plan = make_plan(config, shape, Cluster(replace(H100, memory_bytes=1e8), 8, 8), ALL)
+    assert not plan.fits
+    assert not any("model.fused_loss" in overrides for overrides, _ in candidate_fixes(plan))
+
+
 def test_advice_for_grpo_starts_with_engine() -> None:
     awake = ("rollout.free_cache_engine=false", "rollout.gpu_memory_utilization=0.75")
     plan = plan_7b(*awake, recipe="qwen2.5_coder_7b_code", command="grpo")

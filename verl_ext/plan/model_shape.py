@@ -136,8 +136,13 @@ def settle(config: PlannedConfig, model_config: PretrainedConfig, is_gpu: bool) 
     """
     if config.model.attn_implementation == "auto" and caps_scores(model_config):
         config.model.attn_implementation = "flash_attention_2" if is_gpu else "eager"
-    if isinstance(config, SFTConfig) and any(getattr(model_config, key, None) not in (None, 1) for key in OF_LOGITS):
+    if isinstance(config, SFTConfig) and changes_logits(model_config):
         config.model.fused_loss = False
+
+
+def changes_logits(model_config: PretrainedConfig) -> bool:
+    """Whether a model caps or scales its logits."""
+    return any(getattr(model_config, key, None) not in (None, 1) for key in OF_LOGITS)
 
 
 # Its shape
@@ -185,6 +190,7 @@ class ModelShape:
         head_dim: width of an attention head.
         vocab: size of the vocabulary.
         caps_logits: whether the logits pass through a tanh, as in Gemma 2.
+        has_fused_loss: whether the trainer's fused loss supports the model, which must not cap or scale its logits.
         uses_lora: whether LoRA adapters are trained, and all other weights frozen.
         layer: one decoder layer.
         embedding: the input embedding if it is a separate group; verl wraps it unless the output projection shares it.
@@ -200,6 +206,7 @@ class ModelShape:
     head_dim: int
     vocab: int
     caps_logits: bool
+    has_fused_loss: bool
     uses_lora: bool
     layer: ParameterGroup
     embedding: ParameterGroup
@@ -300,6 +307,7 @@ def shape_of(config: PretrainedConfig, model: PreTrainedModel | PeftModel | None
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         vocab=config.vocab_size,
         caps_logits=getattr(config, "final_logit_softcapping", None) is not None,
+        has_fused_loss=not changes_logits(config),
         uses_lora=isinstance(model, PeftModel),
         layer=group_of(layers[0]),
         embedding=ParameterGroup(()) if tied else group_of(model.get_input_embeddings()),

@@ -203,7 +203,8 @@ def candidate_fixes(plan: RunPlan) -> Iterator[tuple[Overrides, int | None]]:
     if room:
         yield room, None
     yield from (({**room, **each}, None) for each in smaller_engines(plan))
-    saving: Overrides = {} if plan.work.fused_loss or plan.work.is_grpo else {"model.fused_loss": True}
+    can_fuse_loss = plan.shape.has_fused_loss and not plan.work.fused_loss and not plan.work.is_grpo
+    saving: Overrides = {"model.fused_loss": True} if can_fuse_loss else {}
     checkpointing: Overrides = {} if plan.work.checkpointing else {"model.enable_gradient_checkpointing": True}
     smaller = smaller_micro_batches(plan)
     least = {**room, **saving, **checkpointing, **(smaller[-1] if smaller else {})}
