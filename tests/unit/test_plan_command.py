@@ -315,7 +315,10 @@ def test_command_reports_engine_without_room(capsys: pytest.CaptureFixture[str])
             ["hardware=h1000"],
             "error: the command line sets 'hardware' to 'h1000', but it must be h100, h200, a100 or cpu",
         ),
-        (["gpus=3", "recipe=qwen2.5_coder_7b"], "error: data.train_batch_size=128 does not divide over 3 GPUs"),
+        (
+            ["gpus=3", "recipe=qwen2.5_coder_7b"],
+            "error: data.train_batch_size=128 must be a multiple of the number of data-parallel ranks, 3; set",
+        ),
         (
             ["gpus=1e99"],
             "error: the command line sets 'gpus' to [1e+99], but it must be a list [a, b] of integers from 1 to",

@@ -125,6 +125,23 @@ def test_rejects_unsupported_settings(overrides: list[str], gpus: int, says: str
         workload(*overrides, gpus=gpus)
 
 
+@pytest.mark.parametrize(
+    ("override", "hardware", "says"),
+    [
+        ("actor.ppo_mini_batch_size=1000", "h100", "must be a multiple of actor.ppo_mini_batch_size=1000"),
+        ("actor.ppo_mini_batch_size=24", "h100", "must be a multiple of actor.ppo_mini_batch_size=24"),
+        ("rollout.tensor_model_parallel_size=3", "h100", "which does not divide the 8 ranks"),
+        ("rollout.tensor_model_parallel_size=16", "h100", "which does not divide the 8 ranks"),
+        ("rollout.tensor_model_parallel_size=2", "cpu", "above 1 needs GPUs"),
+        ("actor.policy_loss.loss_mode=clip_cov", "h100", "set data.micro_batch_size_per_gpu=32"),
+    ],
+)
+def test_rejects_what_launch_rejects(override: str, hardware: str, says: str) -> None:
+    settings = config(override, recipe="qwen2.5_coder_7b_code", command="grpo")
+    with pytest.raises(UserError, match=says):
+        workload_of(settings, NUMEL, NUMEL, 8, HARDWARE[hardware], DataLengths())
+
+
 def test_rejects_other_stages_and_impossible_lengths() -> None:
     with pytest.raises(UserError, match="the planner does not support the stage vlm_sft; see docs"):
         require_formulas(load_config("sft", ["recipe=budget_vlm"]))

@@ -223,6 +223,11 @@ class RolloutConfig(GroupConfig):
             if name in OWN_VLLM_ARGUMENTS:
                 raise UserError(f"rollout.vllm.{name} is set elsewhere; {OWN_VLLM_ARGUMENTS[name]}")
 
+    def check_device(self, on_gpu: bool) -> None:
+        """Refuse engines of several ranks on CPUs."""
+        if self.engine == "vllm" and self.tensor_model_parallel_size > 1 and not on_gpu:
+            raise UserError("rollout.tensor_model_parallel_size above 1 needs GPUs; leave it at 1 on CPUs")
+
     def bucket_bytes(self, on_cpu: bool) -> int:
         """Return the maximum bytes of weights in transit to the engine."""
         megabytes = self.update_weights_bucket_megabytes

@@ -110,8 +110,7 @@ class VLLMRolloutEngine(RolloutEngine):
                 f"rollout.engine=vllm needs vLLM, which cannot be imported ({first_line_of(error)}); install it, or "
                 "set rollout.engine=hf"
             ) from error
-        if rollout.tensor_model_parallel_size > 1 and not on_gpu:
-            raise UserError("rollout.tensor_model_parallel_size above 1 needs GPUs; leave it at 1 on CPUs")
+        rollout.check_device(on_gpu)
         self._releases_memory = rollout.free_cache_engine and on_gpu
         self._version: int | None = None
         self._end_tokens, self._sampling_params = end_tokens, sampling_params

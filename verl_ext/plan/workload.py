@@ -144,15 +144,16 @@ def workload_of(
         device: device of each rank; determines the meaning of `auto`.
 
     Raises:
-        UserError: the batch does not divide over the ranks, or the plan has no formulas for a setting.
+        UserError: a launch refuses the batch or the engine on these ranks, or the plan has no formulas for a setting.
     """
-    require_formulas(config)
+    require_formulas(config).check_ranks(num_ranks)
     longest = longest_sample(config)
     mean = lengths.mean or longest
     if mean > longest:
         raise UserError(f"mean_length={mean:g} is more than the longest sample of {longest} tokens; lower it")
     samples, num_epochs, engine_bytes, fused_loss = config.data.train_batch_size, 1, 0, False
     if isinstance(config, GRPOConfig):
+        config.rollout.check_device(device.is_gpu)
         samples *= config.rollout.n
         num_epochs = config.actor.ppo_epochs
         engine_bytes = DTYPE_BYTES.get(config.rollout.dtype, 2 if device.is_gpu else 4)  # auto has no entry
@@ -218,18 +219,10 @@ def longest_sample(config: PlannedConfig) -> int:
 
 
 def samples_per_update(config: PlannedConfig, num_ranks: int) -> int:
-    """Return the number of samples per rank and update.
-
-    Raises:
-        UserError: the batch does not divide over the ranks.
-    """
+    """Return the number of samples per rank and update, which `check_ranks` has checked."""
     size, group_size = config.data.train_batch_size, 1
     if isinstance(config, GRPOConfig):
         size, group_size = config.actor.ppo_mini_batch_size or size, config.rollout.n
-    if size % num_ranks:
-        key = "data.train_batch_size" if size == config.data.train_batch_size else "actor.ppo_mini_batch_size"
-        nearest = -(-size // num_ranks) * num_ranks
-        raise UserError(f"{key}={size} does not divide over {num_ranks} GPUs; set {key}={nearest}")
     return size // num_ranks * group_size
 
 
