@@ -57,8 +57,16 @@ def prepare_vllm_environment() -> str:
 
 
 def cpu_cache_bytes() -> float:
-    """Bytes of vLLM's cache of keys and values on a CPU."""
-    return float(os.environ.get(_CPU_CACHE, _ON_CPU[_CPU_CACHE])) * GIB
+    """Bytes of vLLM's cache of keys and values on a CPU.
+
+    Raises:
+        UserError: the environment variable is not an integer, which vLLM cannot read.
+    """
+    text = os.environ.get(_CPU_CACHE, _ON_CPU[_CPU_CACHE])
+    try:
+        return float(int(text) * GIB)
+    except ValueError:
+        raise UserError(f"{_CPU_CACHE} is '{text}'; set it to a whole number of GiB, such as 1, or unset it") from None
 
 
 def small_model_arguments(config: Mapping[str, Any], max_model_len: int, max_num_seqs: int) -> dict[str, Any]:

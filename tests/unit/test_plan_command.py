@@ -18,6 +18,7 @@ from benchmarks.plan import SETTINGS
 from benchmarks.plan_ranks import predicted, sft_config
 from tests.helpers import ROOT
 from tests.helpers.plans import FIXED
+from verl_ext.errors import UserError
 from verl_ext.files import GIB
 from verl_ext.plan import model_shape
 from verl_ext.plan.__main__ import main
@@ -344,6 +345,32 @@ def test_rejects_unsupported_model_type(tmp_path: Path, capsys: pytest.CaptureFi
     with pytest.raises(SystemExit) as left:
         main(["recipe=quickstart", "gpus=2", f"model.partial_pretrain={tmp_path}"])
     assert left.value.code == 2 and "config.json is not a JSON object" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ({"model_type": "ctrl", "n_layer": 1, "n_embd": 8, "n_head": 1}, "does not support ctrl"),
+        ({"model_type": "llama", "num_hidden_layers": 0, "hidden_size": 8, "num_attention_heads": 2}, "does not support llama"),
+        ({"model_type": "llama", "hidden_size": "a"}, "cannot be read (Field 'hidden_size' expected int"),
+        ({"model_type": "llama", "hidden_size": 100, "num_attention_heads": 3}, "cannot be read (The hidden size (100)"),
+    ],
+)
+def test_rejects_model_that_it_cannot_plan(
+    model: dict[str, str | int], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    with pytest.raises(SystemExit) as left:
+        main(["recipe=quickstart", "gpus=2", f"model.partial_pretrain={tmp_path}"])
+    error = capsys.readouterr().err
+    assert left.value.code == 2 and says in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("space", ["abc", "0.5"])
+def test_rejects_cache_size_that_vllm_cannot_read(space: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", space)
+    with pytest.raises(UserError, match=f"VLLM_CPU_KVCACHE_SPACE is '{space}'; set it to a whole number of GiB"):
+        make_plan(plan_7b(**GRPO).config, SHAPE_7B, Cluster(HARDWARE["cpu"], 8, 8), ALL)
 
 
 PAGE = (ROOT / "docs/guides/planning.md").read_text()

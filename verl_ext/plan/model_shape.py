@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
@@ -88,8 +89,12 @@ def find_model(config: PlannedConfig) -> tuple[PretrainedConfig, list[str]]:
         if not asks_hub or (is_hub_name(name) and hub_answers(timeout_s=3)):
             try:
                 return read_model_config(name, config.model.trust_remote_code, local_files_only=not asks_hub), notes
-            except (OSError, ValueError) as failure:  # transformers raises these for a missing or damaged file
-                error = failure
+            except UserError:
+                raise
+            except Exception as failure:  # a damaged file may raise anything
+                # the first line of this error names the field only
+                cause = failure.__cause__ if isinstance(failure, StrictDataclassError) else None
+                error = cause if isinstance(cause, Exception) else failure
     if name in BUILT_IN:
         built_in = f"{name} cannot be read here; using built-in dimensions"
         return AutoConfig.for_model(**BUILT_IN[name]), [*notes, built_in]
@@ -285,7 +290,7 @@ def shape_of(config: PretrainedConfig, model: PreTrainedModel | PeftModel | None
     is_equal = len({group_of(each) for each in layers}) == 1
     if isinstance(model, PeftModel) and not is_equal and shape_of(config):  # without adapters, all layers are equal
         raise UserError(f"the planner does not support LoRA adapters that differ between layers; {SEE_SUPPORTED}")
-    if any("expert" in name for name, _ in layers[0].named_modules()) or not is_equal:
+    if not is_equal or any("expert" in name for name, _ in layers[0].named_modules()):
         raise UserError(
             f"the planner does not support {config.model_type}, only dense decoders with equal layers; {SEE_SUPPORTED}"
         )
