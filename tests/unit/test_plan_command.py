@@ -220,6 +220,16 @@ def test_disk_usage_follows_save_and_retention_settings() -> None:
     assert in_fp32.parts["export"] == 4 * numel
 
 
+@pytest.mark.parametrize("which", [{}, GRPO])
+def test_amsgrad_has_third_moment(which: dict[str, str]) -> None:
+    plain, amsgrad = (plan_7b(f"optim.override_optimizer_config={{{each}}}", **which) for each in ("", "amsgrad: true"))
+    for phase, parts in plain.memory.phases.items():
+        more = amsgrad.memory.phases[phase]["optimizer"] - parts["optimizer"]
+        assert more == pytest.approx(4 * SHAPE_7B.shard_numel(8))
+    assert amsgrad.disk.parts["optimizer"] == 12 * SHAPE_7B.numel
+    assert amsgrad.time.parts["optimizer"] > plain.time.parts["optimizer"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "number"),
     [

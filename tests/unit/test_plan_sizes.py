@@ -66,6 +66,7 @@ def work(**settings: Any) -> RankWorkload:
         fused_loss=False,
         keeps_gathered=False,
         optimizer_implementation="foreach",
+        num_moments=2,
     )
     return replace(plain, **settings)
 

@@ -113,8 +113,11 @@ class UpdatePhases:
         accumulates = work.num_micro_batches > 1
         self._sharded_before = shard if accumulates and not work.keeps_gathered else 0.0
         self._whole_before = work.reduce_bytes * trained.numel if accumulates and work.keeps_gathered else 0.0
-        self._always: Parts = {"weights": work.master_bytes * shape.shard_numel(num_ranks), "optimizer": 2 * shard}
-        self._always["gradients"] = self._sharded_before + self._whole_before
+        self._always: Parts = {
+            "weights": work.master_bytes * shape.shard_numel(num_ranks),
+            "optimizer": work.num_moments * shard,
+            "gradients": self._sharded_before + self._whole_before,
+        }
         activations = shape.activations.count(work)
         recomputed = activations.layer if work.checkpointing else 0
         kept = self._hidden_states(work.tokens) if work.checkpointing else activations.layer
@@ -298,7 +301,7 @@ def rollout_phase(
         bucket = max(config.rollout.bucket_bytes(on_cpu=not is_gpu), largest)
         sent = min(bucket, shape.numel * work.engine_bytes) * (1 + 1 / num_ranks)
     weights, trained = (work.master_bytes * each.shard_numel(num_ranks) for each in (shape, shape.trained))
-    return {"weights": weights, "optimizer": 2 * trained, **engine, "communication": sent}
+    return {"weights": weights, "optimizer": work.num_moments * trained, **engine, "communication": sent}
 
 
 def step_memory(

@@ -132,7 +132,7 @@ def make_plan(config: PlannedConfig, shape: ModelShape, cluster: Cluster, length
 
 
 def disk_use(config: PlannedConfig, shape: ModelShape, work: RankWorkload, gbps: float) -> DiskUse:
-    """Predict disk use: weights and AdamW's two moments in the stored dtype, and the export in its dtype.
+    """Predict disk use: weights and AdamW's moments in the stored dtype, and the export in its dtype.
 
     With LoRA, a checkpoint has the frozen weights, too, and an export has merged ones.
 
@@ -141,9 +141,10 @@ def disk_use(config: PlannedConfig, shape: ModelShape, work: RankWorkload, gbps:
     """
     checkpoint = config.trainer.checkpoint
     export = work.compute_bytes if checkpoint.export.dtype == "auto" else DTYPE_BYTES[checkpoint.export.dtype]
+    moments = work.num_moments if "optimizer" in checkpoint.save_contents else 0
     parts = {
         "weights": float(work.master_bytes * shape.numel),
-        "optimizer": 2.0 * work.master_bytes * shape.trained.numel * ("optimizer" in checkpoint.save_contents),
+        "optimizer": float(moments * work.master_bytes * shape.trained.numel),
         "export": float(export * shape.numel * ("hf_model" in checkpoint.save_contents)),
     }
     max_kept = max_checkpoints(config)

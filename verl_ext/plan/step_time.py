@@ -14,6 +14,8 @@ ADAMW_PASSES = {"foreach": 25, "for-loop": 25, "fused": 10}
 """Reads and writes of a shard in an update, by implementation of AdamW: 1 for the norm, 2 for clipping, and in AdamW
 over tensors or lists of them (torch 2.9, `_multi_tensor_adam`) 2 for the weight decay, 3 for the first moment, 5 for
 the second, 8 for its roots, 4 for the weights. One kernel reads weights, gradients and moments, 4, and writes 3."""
+AMSGRAD_PASSES = {"foreach": 3, "for-loop": 3, "fused": 2}
+"""Additional reads and writes for each moment beyond the second: the maximum of the second moments."""
 DECODE_SHARE = 0.8
 """Fraction of a GPU's memory bandwidth that decoding reaches; an assumption."""
 
@@ -186,8 +188,9 @@ def step_time(config: PlannedConfig, shape: ModelShape, work: RankWorkload, clus
     parts["compute"] = trained_passes * (forward_s + backward_s) + extra_passes * forward_s
     parts["communication"] = exposed * work.num_updates + extra_passes * (alone + max(overlapping - forward_s, 0))
     state_bytes = work.master_bytes * shape.trained.shard_numel(cluster.gpus)
-    passed_bytes = ADAMW_PASSES[work.optimizer_implementation] * state_bytes
-    parts["optimizer"] = work.num_updates * passed_bytes / cluster.hardware.memory_bandwidth
+    implementation = work.optimizer_implementation
+    passes = ADAMW_PASSES[implementation] + (work.num_moments - 2) * AMSGRAD_PASSES[implementation]
+    parts["optimizer"] = work.num_updates * passes * state_bytes / cluster.hardware.memory_bandwidth
     tokens = work.samples * work.tokens_per_sample
     model_flops = work.num_epochs * (3 * forward - unneeded) * cluster.gpus
     return StepTime(parts, hidden * work.num_updates, model_flops, tokens)

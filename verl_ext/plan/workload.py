@@ -18,7 +18,7 @@ DTYPE_BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "fl
 UNSUPPORTED = {"model.fsdp_config.cpu_offload": False, "ulysses_sequence_parallel_size": 1}
 """Keys without formulas, and their only supported values."""
 PLANNED_OPTIMIZERS = ("torch.optim.Adam", "torch.optim.AdamW")
-"""Optimizers with formulas, which have two moments per parameter."""
+"""Optimizers with formulas, which have two moments per parameter, or three with `amsgrad`."""
 SEE_SUPPORTED = "see docs/guides/planning.md#accuracy"
 Attention = Literal["flash", "causal", "masked", "packed", "eager"]
 """flash-attention; sdpa with its causal kernel; sdpa with a full mask, for rows of unequal length; sdpa per sample over
@@ -102,6 +102,8 @@ class RankWorkload:
         fused_loss: whether the loss and its gradients are computed chunk by chunk.
         keeps_gathered: whether weights stay gathered, and gradients whole, until the last micro-batch of an update.
         optimizer_implementation: for-loop, foreach or fused, as in `torch.optim`.
+        num_moments: number of moments of the optimizer: two, or three with `amsgrad`, which keeps the maximum of the
+            second.
     """
 
     is_grpo: bool
@@ -125,6 +127,7 @@ class RankWorkload:
     fused_loss: bool
     keeps_gathered: bool
     optimizer_implementation: str
+    num_moments: int
 
     @property
     def tokens(self) -> int:
@@ -182,6 +185,7 @@ def workload_of(
         fused_loss=fused_loss,
         keeps_gathered=keeps_gathered(config, numel * compute + num_trained * BYTES_OF_GRADIENT, device),
         optimizer_implementation=optimizer_implementation(config, device),
+        num_moments=3 if (config.optim.override_optimizer_config or {}).get("amsgrad") else 2,
     )
 
 
