@@ -65,6 +65,18 @@ def test_compute_is_six_flops_per_parameter_eight_checkpointed() -> None:
     assert 1.30 < checkpointed < 1.34
 
 
+@pytest.mark.parametrize(("name", "ratio"), [("h100", 989 / 67), ("h200", 989 / 67), ("a100", 312 / 19.5), ("cpu", 1)])
+def test_fp32_computes_at_its_own_peak(name: str, ratio: float) -> None:
+    def plan(*overrides: str, **which: str) -> RunPlan:
+        return make_plan(plan_7b(*overrides, **which).config, SHAPE_7B, Cluster(HARDWARE[name], 8, 8), ALL)
+
+    bf16, fp32 = (plan(f"model.mixed_precision={each}").time for each in ("bf16", "fp32"))
+    assert fp32.parts["compute"] / bf16.parts["compute"] == pytest.approx(ratio)
+    prefill = ("data.max_prompt_length=2047", "data.max_response_length=1", "rollout.n=2")  # bound by compute
+    bf16, fp32 = (plan(*prefill, f"rollout.dtype={each}", **GRPO).time for each in ("bfloat16", "float32"))
+    assert fp32.parts["generation"] / bf16.parts["generation"] == pytest.approx(ratio, rel=0.1)
+
+
 def test_epochs_repeat_passes_but_not_old_log_probs() -> None:
     def of_epochs(number: int) -> StepTime:
         return plan_7b(f"actor.ppo_epochs={number}", recipe="qwen2.5_coder_7b_code", command="grpo").time

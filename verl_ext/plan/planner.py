@@ -101,7 +101,7 @@ class RunPlan:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization: the model's FLOPs relative to the peak of all GPUs."""
+        """Model FLOPs utilization: the model's FLOPs relative to the bf16 peak of all GPUs, as verl counts."""
         return self.time.model_flops / self.time.total_s / self.cluster.gpus / self.cluster.hardware.flops
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from verl_ext.plan.activations import QUADRATIC
-from verl_ext.plan.memory import KV_CACHE, engine_parts, kv_token_bytes
+from verl_ext.plan.memory import FP32, KV_CACHE, engine_parts, kv_token_bytes
 from verl_ext.plan.model_shape import ModelShape
 from verl_ext.plan.workload import DeviceSpec, PlannedConfig, RankWorkload, longest_sample
 from verl_ext.trainer.stages import GRPOConfig
@@ -36,17 +36,19 @@ class Hardware(DeviceSpec):
 
     Attributes:
         name: name in `hardware=`.
-        flops: FLOPs per second of dense matrix products, in the dtype of the forward pass.
+        flops: FLOPs per second of dense matrix products in bf16; on CPUs, in any dtype.
+        fp32_flops: the same in fp32, without TF32, which training does not use.
         memory_bandwidth: bytes per second from and to its memory.
         link: bytes per second in each direction, within a node.
         network: bytes per second in each direction to other nodes, its share of the node's adapters.
-        compute_share: fraction of `flops` that a training step reaches, including all other operations.
+        compute_share: fraction of `flops` or `fp32_flops` that a training step reaches, including all other operations.
         link_share: fraction of `link` and `network` that a large collective reaches.
         latency: seconds per hop of a collective's ring.
     """
 
     name: str
     flops: float
+    fp32_flops: float
     memory_bandwidth: float
     link: float
     network: float
@@ -60,6 +62,7 @@ _H100 = Hardware(  # NVIDIA H100 SXM data sheet; network: DGX H100, one 400 Gb/s
     memory_bytes=80e9,
     is_gpu=True,
     flops=989e12,
+    fp32_flops=67e12,
     memory_bandwidth=3.35e12,
     link=450e9,
     network=50e9,
@@ -68,13 +71,21 @@ _H100 = Hardware(  # NVIDIA H100 SXM data sheet; network: DGX H100, one 400 Gb/s
 _H200 = replace(_H100, name="h200", memory_bytes=141e9, memory_bandwidth=4.8e12)  # NVIDIA H200 SXM data sheet
 # NVIDIA A100 SXM 80GB data sheet; network: DGX A100, one 200 Gb/s adapter per GPU
 _A100 = replace(
-    _H100, name="a100", flops=312e12, memory_bandwidth=2.039e12, link=300e9, network=25e9, compute_share=0.50
+    _H100,
+    name="a100",
+    flops=312e12,
+    fp32_flops=19.5e12,
+    memory_bandwidth=2.039e12,
+    link=300e9,
+    network=25e9,
+    compute_share=0.50,
 )
 _CPU = Hardware(  # a core of an Intel Xeon with AVX-512 at 2.3 GHz: 64 fp32 operations a cycle; bandwidths are assumed
     name="cpu",
     memory_bytes=12 * 2**30,
     is_gpu=False,
     flops=147e9,
+    fp32_flops=147e9,
     memory_bandwidth=10e9,
     link=1.5e9,
     network=1e9,
@@ -107,10 +118,10 @@ class Cluster:
         slow_network = self.hardware.network * self.gpus_per_node < self.hardware.link
         return "the network" if self.num_nodes > 1 and slow_network else "the links of a node"
 
-    @property
-    def flops_per_s(self) -> float:
-        """FLOPs per second that a rank reaches."""
-        return self.hardware.flops * self.hardware.compute_share
+    def flops_per_s(self, number_bytes: int) -> float:
+        """Return the FLOPs per second that a rank reaches with numbers of that size."""
+        peak = self.hardware.fp32_flops if number_bytes == FP32 else self.hardware.flops
+        return peak * self.hardware.compute_share
 
     def collective_s(self, whole_bytes: float) -> float:
         """Seconds of an all-gather or reduce-scatter of a tensor of `whole_bytes` in total.
@@ -167,9 +178,10 @@ def step_time(config: PlannedConfig, shape: ModelShape, work: RankWorkload, clus
     """Predict the time of a step with all its updates."""
     forward, layers, unneeded = pass_flops(shape, work, cluster.gpus)
     num_micro_batches = work.num_micro_batches * work.num_updates // work.num_epochs  # of a pass over the samples
-    forward_s = forward / cluster.flops_per_s / num_micro_batches
-    recomputed_s = layers / cluster.flops_per_s / num_micro_batches if work.checkpointing else 0
-    backward_s = 2 * forward_s + recomputed_s - unneeded / cluster.flops_per_s / num_micro_batches
+    flops_per_s = cluster.flops_per_s(work.compute_bytes)
+    forward_s = forward / flops_per_s / num_micro_batches
+    recomputed_s = layers / flops_per_s / num_micro_batches if work.checkpointing else 0
+    backward_s = 2 * forward_s + recomputed_s - unneeded / flops_per_s / num_micro_batches
     exposed = hidden = 0.0
     for number in range(work.num_micro_batches):
         is_first, is_last = number == 0, number == work.num_micro_batches - 1
@@ -254,7 +266,7 @@ def generation_s(config: GRPOConfig, shape: ModelShape, work: RankWorkload, clus
     token_bytes = kv_token_bytes(config, shape, work)
     room = engine_parts(config, shape, work, cluster.gpus, hardware)[KV_CACHE] / token_bytes / length
     concurrent = max(min(in_engine, rollout.max_num_seqs * tensor_parallel, room), 1.0)
-    flops_per_s = cluster.flops_per_s * tensor_parallel
+    flops_per_s = cluster.flops_per_s(work.engine_bytes) * tensor_parallel
     prefill_s = 2 * shape.matmul_numel * in_engine / rollout.n * prompt / flops_per_s
     read = work.engine_bytes * shape.matmul_numel / tensor_parallel
     read += concurrent * (prompt + length) / 2 * token_bytes

@@ -154,15 +154,17 @@ def workload_of(
     mean = lengths.mean or longest
     if mean > longest:
         raise UserError(f"mean_length={mean:g} is more than the longest sample of {longest} tokens; lower it")
+    master, compute, reduce = number_bytes(config, device)
     samples, num_epochs, engine_bytes, fused_loss = config.data.train_batch_size, 1, 0, False
     if isinstance(config, GRPOConfig):
         config.rollout.check_device(device.is_gpu)
         samples *= config.rollout.n
         num_epochs = config.actor.ppo_epochs
-        engine_bytes = DTYPE_BYTES.get(config.rollout.dtype, 2 if device.is_gpu else 4)  # auto has no entry
+        engine_bytes = compute  # transformers generates with the trained weights
+        if config.rollout.engine == "vllm":
+            engine_bytes = DTYPE_BYTES.get(config.rollout.dtype, 2 if device.is_gpu else 4)  # auto has no entry
     else:
         fused_loss = config.model.fused_loss
-    master, compute, reduce = number_bytes(config, device)
     if lengths.largest is None:
         by_flash = device.is_gpu and compute < DTYPE_BYTES["float32"]
         largest = longest_micro_batch(config, samples_per_update(config, num_ranks), lengths, by_flash)
