@@ -196,6 +196,23 @@ def test_ranks_that_share_an_engine_share_its_weights() -> None:
     assert all(settings.keys() >= room.keys() for settings, _ in candidate_fixes(large))
 
 
+def test_ranks_of_engine_divide_heads() -> None:
+    """The model has 28 attention heads and 4 key-value heads."""
+    with pytest.raises(
+        UserError, match="28 attention heads and 4 key-value heads of qwen2; set it to one of 1, 2, 4, 28"
+    ):
+        plan_7b("rollout.tensor_model_parallel_size=8", **GRPO)
+    assert not SHAPE_7B.splits_heads(14) and SHAPE_7B.splits_heads(28)
+    assert SHAPE_7B.kv_numel(4) == SHAPE_7B.kv_numel(28) == SHAPE_7B.kv_numel() / 4
+    small = replace(plan_7b(**GRPO).cluster, hardware=replace(H100, memory_bytes=4e9))  # too small for any valid size
+    assert room_for_engine(make_plan(plan_7b(**GRPO).config, SHAPE_7B, small, ALL)) == {}
+
+
+def test_transformers_share_no_engine() -> None:
+    one, two = (plan_7b("rollout.engine=hf", f"rollout.tensor_model_parallel_size={each}", **GRPO) for each in (1, 2))
+    assert one.time == two.time and one.memory == two.memory
+
+
 def test_transformers_and_cpus_ignore_memory_utilization() -> None:
     assert plan_7b("rollout.gpu_memory_utilization=0.15", "rollout.engine=hf", **GRPO).fits
     config = plan_7b("rollout.gpu_memory_utilization=0.15", **GRPO).config
@@ -373,9 +390,15 @@ def test_rejects_unsupported_model_type(tmp_path: Path, capsys: pytest.CaptureFi
     ("model", "says"),
     [
         ({"model_type": "ctrl", "n_layer": 1, "n_embd": 8, "n_head": 1}, "does not support ctrl"),
-        ({"model_type": "llama", "num_hidden_layers": 0, "hidden_size": 8, "num_attention_heads": 2}, "does not support llama"),
+        (
+            {"model_type": "llama", "num_hidden_layers": 0, "hidden_size": 8, "num_attention_heads": 2},
+            "does not support llama",
+        ),
         ({"model_type": "llama", "hidden_size": "a"}, "cannot be read (Field 'hidden_size' expected int"),
-        ({"model_type": "llama", "hidden_size": 100, "num_attention_heads": 3}, "cannot be read (The hidden size (100)"),
+        (
+            {"model_type": "llama", "hidden_size": 100, "num_attention_heads": 3},
+            "cannot be read (The hidden size (100)",
+        ),
     ],
 )
 def test_rejects_model_that_it_cannot_plan(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from verl_ext.errors import UserError
 from verl_ext.files import GIB
 from verl_ext.plan.model_shape import ModelShape, ParameterGroup
 from verl_ext.plan.workload import DeviceSpec, PlannedConfig, RankWorkload, longest_sample
@@ -247,9 +248,25 @@ class UpdatePhases:
 # Rollouts
 
 
-def kv_token_bytes(config: GRPOConfig, shape: ModelShape, work: RankWorkload) -> float:
+def engine_ranks(config: GRPOConfig) -> int:
+    """Number of ranks that share a rollout engine."""
+    return config.rollout.tensor_model_parallel_size if config.rollout.engine == "vllm" else 1
+
+
+def check_engine_ranks(config: GRPOConfig, shape: ModelShape) -> None:
+    """Refuse a number of ranks over which vLLM cannot divide the model's attention heads."""
+    size, heads = engine_ranks(config), range(1, shape.num_heads + 1)
+    if not shape.splits_heads(size):
+        raise UserError(
+            f"rollout.tensor_model_parallel_size is {size}, over which vLLM cannot divide the {shape.num_heads} "
+            f"attention heads and {shape.num_kv_heads} key-value heads of {shape.model_type}; set it to one of "
+            f"{', '.join(str(each) for each in heads if shape.splits_heads(each))}"
+        )
+
+
+def kv_token_bytes(config: GRPOConfig, shape: ModelShape, work: RankWorkload) -> int:
     """Bytes of one token's keys and values on one rank of the engine."""
-    return shape.kv_numel * work.engine_bytes / config.rollout.tensor_model_parallel_size
+    return shape.kv_numel(engine_ranks(config)) * work.engine_bytes
 
 
 def engine_parts(
@@ -265,7 +282,7 @@ def engine_parts(
     if rollout.engine != "vllm":
         size, concurrent = work.compute_bytes, min(rollout.max_num_seqs, work.samples / num_ranks)
         tokens = concurrent * longest_sample(config)
-        return {ENGINE_WEIGHTS: size * shape.numel, KV_CACHE: tokens * shape.kv_numel * size}
+        return {ENGINE_WEIGHTS: size * shape.numel, KV_CACHE: tokens * shape.kv_numel() * size}
     weights = work.engine_bytes * shape.numel / rollout.tensor_model_parallel_size
     if not device.is_gpu:
         return {ENGINE_WEIGHTS: weights, KV_CACHE: cpu_cache_bytes()}

@@ -239,10 +239,14 @@ class ModelShape:
         """All groups in the order of a forward pass; the root is gathered first."""
         return [each for each in (self.root, self.embedding) if each.shapes] + [self.layer] * self.num_layers
 
-    @property
-    def kv_numel(self) -> int:
-        """Elements of one token's keys and values in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+    def kv_numel(self, num_ranks: int = 1) -> int:
+        """Elements of one token's keys and values in all layers on each of the ranks that share the heads."""
+        return 2 * self.num_layers * max(1, self.num_kv_heads // num_ranks) * self.head_dim
+
+    def splits_heads(self, num_ranks: int) -> bool:
+        """Whether vLLM can divide the attention heads over the ranks; it repeats key-value heads if there are fewer."""
+        divides_kv = self.num_kv_heads % num_ranks == 0 or num_ranks % self.num_kv_heads == 0
+        return self.num_heads % num_ranks == 0 and divides_kv
 
     def shard_numel(self, num_ranks: int) -> int:
         """Elements of all parameters that a rank holds."""

@@ -11,7 +11,7 @@ from typing import Any
 from verl_ext.config.schema import set_at
 from verl_ext.errors import UserError
 from verl_ext.files import GIB
-from verl_ext.plan.memory import StepMemory, engine_shortage, step_memory
+from verl_ext.plan.memory import StepMemory, check_engine_ranks, engine_shortage, step_memory
 from verl_ext.plan.model_shape import ModelShape
 from verl_ext.plan.step_time import Cluster, StepTime, step_time
 from verl_ext.plan.workload import (
@@ -121,6 +121,8 @@ def make_plan(config: PlannedConfig, shape: ModelShape, cluster: Cluster, length
     """
     hardware = cluster.hardware
     work = workload_of(config, shape.numel, shape.trained.numel, cluster.gpus, hardware, lengths)
+    if isinstance(config, GRPOConfig):
+        check_engine_ranks(config, shape)
     memory = step_memory(config, shape, work, cluster.gpus, hardware)
     time = step_time(config, shape, work, cluster)
     disk = disk_use(config, shape, work, cluster.disk_gbps)
@@ -243,7 +245,7 @@ def room_for_engine(plan: RunPlan) -> Overrides:
     utilization, tensor_parallel = rollout.gpu_memory_utilization, rollout.tensor_model_parallel_size
     shares = [utilization, *(each / 100 for each in range(10, MAX_UTILIZATION + 1, 5) if each / 100 >= utilization)]
     for size in (tensor_parallel * factor for factor in (1, 2, 4, 8)):
-        if plan.cluster.gpus % size or size > plan.cluster.gpus_per_node:
+        if plan.cluster.gpus % size or size > plan.cluster.gpus_per_node or not plan.shape.splits_heads(size):
             continue
         for share in shares:
             rollout.tensor_model_parallel_size, rollout.gpu_memory_utilization = size, share - WORKING_SHARE

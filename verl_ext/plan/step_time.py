@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from verl_ext.plan.activations import QUADRATIC
-from verl_ext.plan.memory import FP32, KV_CACHE, engine_parts, kv_token_bytes
+from verl_ext.plan.memory import FP32, KV_CACHE, engine_parts, engine_ranks, kv_token_bytes
 from verl_ext.plan.model_shape import ModelShape
 from verl_ext.plan.workload import DeviceSpec, PlannedConfig, RankWorkload, longest_sample
 from verl_ext.trainer.stages import GRPOConfig
@@ -260,7 +260,7 @@ def generation_s(config: GRPOConfig, shape: ModelShape, work: RankWorkload, clus
     have the mean length; their concurrency is limited by the engine and its cache.
     """
     rollout, hardware = config.rollout, cluster.hardware
-    tensor_parallel, length = rollout.tensor_model_parallel_size, work.tokens_per_sample
+    tensor_parallel, length = engine_ranks(config), work.tokens_per_sample
     prompt = length * config.data.max_prompt_length / longest_sample(config)
     in_engine = work.samples / cluster.gpus * tensor_parallel
     token_bytes = kv_token_bytes(config, shape, work)
