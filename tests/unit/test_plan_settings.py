@@ -172,6 +172,27 @@ def test_stage_defaults_to_that_of_recipe(words: list[str], stage: str) -> None:
     assert stage_of(options.stage, overrides) == stage
 
 
+@pytest.mark.parametrize(
+    ("file", "text", "stage"),
+    [
+        ("mine.yaml", "stage: grpo", "grpo"),
+        ("grpo/mine.yaml", "stage: sft", "sft"),
+        ("mine.yaml", "data: {}", "sft"),
+        ("grpo/mine.yaml", "data: {}", "grpo"),
+    ],
+)
+def test_stage_of_own_recipe_is_that_in_its_file(file: str, text: str, stage: str, tmp_path: Path) -> None:
+    path = tmp_path / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"{text}\n")
+    assert stage_of(None, [f"recipe={path}"]) == stage
+
+
+def test_recipe_of_other_stage_names_the_option() -> None:
+    with pytest.raises(UserError, match="recipe=qwen2.5_coder_7b is not for stage=grpo; set stage=sft"):
+        stage_of("grpo", ["recipe=qwen2.5_coder_7b"])
+
+
 def test_hardware_option_lists_every_name() -> None:
     assert keys(PlanOptions)["hardware"].takes == "h100, h200, a100 or cpu"
     assert list(HARDWARE) == ["h100", "h200", "a100", "cpu"]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from verl_ext.cli import FAILURES, CommandParser, clean_exit, definitions
 from verl_ext.commands import program
-from verl_ext.config.recipes import RECIPES, default_recipe
 from verl_ext.config.schema import keys, setting
 from verl_ext.console import markdown_table, print_line
 from verl_ext.errors import UserError
@@ -88,13 +88,25 @@ def known_words(words: Sequence[str]) -> list[str]:
 
 
 def stage_of(stage: str | None, overrides: Iterable[str]) -> str:
-    """Return sft or grpo: the given stage, or the first that has the recipe."""
-    if stage is not None:
-        return stage
-    recipes = [text.removeprefix("recipe=") for text in overrides if text.startswith("recipe=")]
-    recipe = recipes[-1] if recipes else default_recipe("sft")
-    is_grpo = (RECIPES / "grpo" / f"{recipe}.yaml").is_file() or "grpo" in recipe.split("/")
-    return "grpo" if is_grpo and not (RECIPES / "sft" / f"{recipe}.yaml").is_file() else "sft"
+    """Return sft or grpo: the given stage, or the first whose command accepts the recipe.
+
+    Both accept a file without `stage:`, which is for grpo if it is in a folder of that name.
+
+    Raises:
+        UserError: the recipe is for another stage than the given one.
+    """
+    from verl_ext.trainer.stages import chosen_recipe  # here, because it imports hydra
+
+    words = [text for text in overrides if text.startswith("recipe=")]
+    is_in_grpo_folder = bool(words) and "grpo" in words[-1].removeprefix("recipe=").split("/")
+    accepting = []
+    for command in ("grpo", "sft") if is_in_grpo_folder else ("sft", "grpo"):
+        with suppress(UserError):
+            chosen_recipe(command, words)
+            accepting.append(command)
+    if stage is not None and accepting and stage not in accepting:
+        raise UserError(f"{words[-1] if words else 'the recipe'} is not for stage={stage}; set stage={accepting[0]}")
+    return stage or next(iter(accepting), "sft")
 
 
 def make_plans(options: PlanOptions, overrides: list[str], largest: bool) -> tuple[list[RunPlan], list[str]]:
