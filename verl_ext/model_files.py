@@ -183,6 +183,15 @@ def caps_scores(config: PreTrainedConfig) -> bool:
     return getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
 
 
+def require_capped_scores(attention: str, config: PreTrainedConfig) -> None:
+    """Refuse sdpa for a model that caps attention scores; transformers would only warn and ignore the cap."""
+    if attention == "sdpa" and caps_scores(config):
+        raise UserError(
+            f"model.attn_implementation=sdpa cannot cap attention scores, which {config.model_type} models need; set "
+            "it to auto or eager"
+        )
+
+
 def is_hub_name(model: str) -> bool:
     """Whether `model.partial_pretrain` is a name on the Hugging Face Hub, `MODEL` or `OWNER/MODEL`, and not a path.
 

@@ -226,7 +226,8 @@ MISTAKES = {
     "data.custom_cls.path=nowhere.py": "data.custom_cls.path=nowhere.py does not exist",
     "model.external_lib=nowhere": "'nowhere', which is not installed",
     "model.use_liger=true": "package liger-kernel",
-    "model.attn_implementation=flash_attention_2": "package flash-attn",
+    "model.attn_implementation=flash_attention_2": "does not support fp32; set model.mixed_precision=bf16",
+    "model={attn_implementation: flash_attention_2, mixed_precision: bf16}": "package flash-attn",
     "eval.recipe=humanevl": "did you mean eval.recipe=humaneval",
     "trainer.resume_from_path=/nowhere/global_step_2": "not a global_step_N directory",
 }

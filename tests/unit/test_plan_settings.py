@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import Gemma2Config, Qwen2Config
 
 from tests.helpers.models import cache_as_hub
 from tests.helpers.plans import FIXED
@@ -13,7 +14,7 @@ from verl_ext.config.schema import keys
 from verl_ext.errors import UserError
 from verl_ext.plan import model_shape
 from verl_ext.plan.__main__ import PlanOptions, stage_of
-from verl_ext.plan.model_shape import find_model, named_model
+from verl_ext.plan.model_shape import find_model, named_model, settle
 from verl_ext.plan.step_time import HARDWARE
 from verl_ext.plan.workload import DataLengths, RankWorkload, require_formulas, workload_of
 from verl_ext.trainer.stages import GRPOConfig, SFTConfig, load_config
@@ -215,6 +216,15 @@ def test_hardware_option_lists_every_name() -> None:
 def test_rejects_invalid_options(word: str, says: str) -> None:
     with pytest.raises(UserError, match=says):
         PlanOptions.parse([word])
+
+
+def test_rejects_attention_that_trainer_rejects() -> None:
+    with pytest.raises(UserError, match="attn_implementation=flash_attention_2 does not support fp32"):
+        config("model.attn_implementation=flash_attention_2", "model.mixed_precision=fp32")
+    with pytest.raises(UserError, match="sdpa cannot cap attention scores, which gemma2 models need"):
+        settle(config("model.attn_implementation=sdpa"), Gemma2Config(), is_gpu=True)
+    with pytest.raises(UserError, match="attn_implementation=flash_attention_2 needs a GPU"):
+        settle(config("model.attn_implementation=flash_attention_2"), Qwen2Config(), is_gpu=False)
 
 
 @pytest.fixture

@@ -153,8 +153,6 @@ def check_components(config: RunConfig) -> None:
     if config.model.attn_implementation == "flash_attention_2":
         key = "model.attn_implementation"
         require_optional_package("flash-attn", f"{key}=flash_attention_2", f"{key}=auto")
-        if config.model.mixed_precision == "fp32":
-            raise UserError(f"{key}=flash_attention_2 does not support fp32; set model.mixed_precision=bf16")
     if isinstance(config.data, TextDataConfig) and config.data.chat_template is not None:
         parse_chat_template(read_chat_template(str(config.data.chat_template)))
     library = config.model.external_lib

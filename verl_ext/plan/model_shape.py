@@ -18,10 +18,18 @@ from verl_ext.commands import program
 from verl_ext.config.compose import load_yaml
 from verl_ext.config.schema import value_at
 from verl_ext.errors import UserError, first_line_of
-from verl_ext.model_files import caps_scores, hub_answers, is_hub_name, read_json, require_no_remote_code
+from verl_ext.model_files import (
+    caps_scores,
+    hub_answers,
+    is_hub_name,
+    read_json,
+    require_capped_scores,
+    require_no_remote_code,
+)
 from verl_ext.plan.activations import ActivationCounter
 from verl_ext.plan.workload import SEE_SUPPORTED, PlannedConfig
 from verl_ext.trainer.config import ModelConfig
+from verl_ext.trainer.device import pick_attention
 from verl_ext.trainer.stages import SFTConfig, sft_recipe_of
 
 DIMENSIONS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
@@ -138,7 +146,13 @@ def settle(config: PlannedConfig, model_config: PretrainedConfig, is_gpu: bool) 
 
     sdpa cannot cap attention scores; on GPUs, the plan assumes flash-attention. The fused loss cannot cap or scale
     logits.
+
+    Raises:
+        UserError: the trainer refuses the attention kernel on this device or for this model.
     """
+    if not is_gpu:
+        pick_attention(config.model.attn_implementation, "cpu", torch.float32)
+    require_capped_scores(config.model.attn_implementation, model_config)
     if config.model.attn_implementation == "auto" and caps_scores(model_config):
         config.model.attn_implementation = "flash_attention_2" if is_gpu else "eager"
     if isinstance(config, SFTConfig) and changes_logits(model_config):

@@ -112,11 +112,15 @@ class ModelConfig:
         return self.lora_adapter_path is not None or self.lora_rank > 0
 
     def check(self) -> None:
-        """Refuse sharding strategies other than FSDP2."""
+        """Refuse sharding strategies other than FSDP2, and flash-attention in fp32."""
         if self.strategy != "fsdp2":
             raise UserError(
                 f"model.strategy is '{self.strategy}', but this trainer shards with fsdp2; set it to fsdp2, which "
                 "resumes from checkpoints of either"
+            )
+        if self.attn_implementation == "flash_attention_2" and self.mixed_precision == "fp32":
+            raise UserError(
+                "model.attn_implementation=flash_attention_2 does not support fp32; set model.mixed_precision=bf16"
             )
 
 

@@ -26,7 +26,7 @@ from verl_ext.config.provenance import package_versions
 from verl_ext.config.schema import as_dict
 from verl_ext.distributed import gather_results, on_every_rank, on_rank_zero
 from verl_ext.errors import UserError, first_line_of, remedy_for
-from verl_ext.model_files import caps_scores, load_pretrained_strict, require_no_remote_code
+from verl_ext.model_files import caps_scores, load_pretrained_strict, require_capped_scores, require_no_remote_code
 from verl_ext.trainer.config import ModelConfig
 from verl_ext.trainer.device import pick_attention
 from verl_ext.trainer.fsdp import shard
@@ -200,11 +200,7 @@ def attention_of(
     """
     setting = config.attn_implementation
     picked = pick_attention(setting, device_name, precision)
-    if setting == "sdpa" and caps_scores(model_config):  # transformers would only warn and ignore the cap
-        raise UserError(
-            f"model.attn_implementation=sdpa cannot cap attention scores, which {model_config.model_type} models need; "
-            "set it to auto or eager"
-        )
+    require_capped_scores(setting, model_config)
     model_class = auto_class._model_mapping.get(type(model_config), None)  # None: the model ships its own code
     if setting != "auto" or model_class is None:
         return picked
