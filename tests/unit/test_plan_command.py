@@ -22,7 +22,7 @@ from verl_ext.errors import UserError
 from verl_ext.files import GIB
 from verl_ext.plan import model_shape
 from verl_ext.plan.__main__ import main
-from verl_ext.plan.model_shape import BUILT_IN, ModelShape, shape_of
+from verl_ext.plan.model_shape import BUILT_IN, ModelShape, empty_model, shape_of
 from verl_ext.plan.planner import RunPlan, candidate_fixes, largest_that_fits, make_plan, room_for_engine, suggest_fix
 from verl_ext.plan.step_time import DISK_GBPS, HARDWARE, Cluster, StepTime
 from verl_ext.plan.workload import DataLengths
@@ -281,6 +281,25 @@ def test_amsgrad_has_third_moment(which: dict[str, str]) -> None:
 def test_predicts_maximum_number_of_checkpoints(overrides: list[str], number: int | None) -> None:
     disk = plan_7b(*overrides).disk
     assert disk.max_checkpoints == number and (disk.total_bytes is None) == (number is None)
+
+
+def test_checkpoints_between_exports_have_none() -> None:
+    words = ("trainer.save_freq=10", "trainer.max_ckpt_to_keep=5", "trainer.checkpoint.keep_best=0")
+    always, seldom = (plan_7b(*words, f"trainer.checkpoint.export.every={each}").disk for each in ("null", "100"))
+    assert always.max_checkpoints == seldom.max_checkpoints == 6 and always.num_without_export == 0
+    assert seldom.total_bytes == always.total_bytes - 4 * 2 * SHAPE_7B.numel  # one of a step, and the last step's
+    assert seldom.checkpoint_bytes == always.checkpoint_bytes
+    ends = (*words, "trainer.checkpoint.export.every=20", "trainer.total_training_steps=40")
+    assert plan_7b(*ends).disk.num_without_export == 2  # of four
+
+
+def test_export_of_lora_is_merged() -> None:
+    config = plan_7b("model.lora_rank=8").config
+    tiny = Qwen2Config(**{**SMALL, "num_hidden_layers": 2}, num_key_value_heads=4, vocab_size=4000)
+    adapted = shape_of(tiny, empty_model(tiny, config.model))
+    disk = make_plan(config, adapted, Cluster(H100, 8, 8), ALL).disk
+    assert disk.parts["export"] == 2 * shape_of(tiny).numel
+    assert disk.parts["weights"] == 4 * adapted.numel > 4 * shape_of(tiny).numel
 
 
 def test_save_time_follows_disk_bandwidth(capsys: pytest.CaptureFixture[str]) -> None:

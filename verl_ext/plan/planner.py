@@ -42,17 +42,19 @@ class DiskUse:
         max_checkpoints: maximum number that exist at a time, including the one being written; None if all are kept and
             their number depends on the data.
         num_without_optimizer: number of them whose optimizer state is deleted.
+        num_without_export: number of them that have no export.
         save_s: seconds to write one checkpoint.
     """
 
     parts: dict[str, float]
     max_checkpoints: int | None
     num_without_optimizer: int
+    num_without_export: int
     save_s: float
 
     @property
     def checkpoint_bytes(self) -> float:
-        """Bytes of one checkpoint."""
+        """Bytes of one checkpoint with its export."""
         return sum(self.parts.values())
 
     @property
@@ -60,7 +62,8 @@ class DiskUse:
         """Bytes of all checkpoints that exist at a time; None if their number is unknown."""
         if self.max_checkpoints is None:
             return None
-        return self.max_checkpoints * self.checkpoint_bytes - self.num_without_optimizer * self.parts["optimizer"]
+        without = self.num_without_optimizer * self.parts["optimizer"] + self.num_without_export * self.parts["export"]
+        return self.max_checkpoints * self.checkpoint_bytes - without
 
 
 @dataclass(frozen=True)
@@ -144,14 +147,16 @@ def disk_use(config: PlannedConfig, shape: ModelShape, work: RankWorkload, gbps:
     checkpoint = config.trainer.checkpoint
     export = work.compute_bytes if checkpoint.export.dtype == "auto" else DTYPE_BYTES[checkpoint.export.dtype]
     moments = work.num_moments if "optimizer" in checkpoint.save_contents else 0
+    merged_numel = shape.numel - shape.trained.numel if shape.uses_lora else shape.numel
     parts = {
         "weights": float(work.master_bytes * shape.numel),
         "optimizer": float(moments * work.master_bytes * shape.trained.numel),
-        "export": float(export * shape.numel * ("hf_model" in checkpoint.save_contents)),
+        "export": float(export * merged_numel * ("hf_model" in checkpoint.save_contents)),
     }
     max_kept = max_checkpoints(config)
     stripped = checkpoint.keep_best if checkpoint.drop_optimizer_of_best else 0
-    return DiskUse(parts, max_kept, min(stripped, (max_kept or 1) - 1), sum(parts.values()) / (gbps * 1e9))
+    plain = (max_kept or 1) - int(min(max_kept or 1, max_exports(config)))
+    return DiskUse(parts, max_kept, min(stripped, (max_kept or 1) - 1), plain, sum(parts.values()) / (gbps * 1e9))
 
 
 def max_checkpoints(config: PlannedConfig) -> int | None:
@@ -168,6 +173,21 @@ def max_checkpoints(config: PlannedConfig) -> int | None:
     if trainer.total_training_steps is not None:
         counts.append(math.ceil(trainer.total_training_steps / trainer.save_freq))
     return min(counts, default=None)
+
+
+def max_exports(config: PlannedConfig) -> float:
+    """Maximum number of checkpoints with an export at a time; inf if nothing limits it.
+
+    The last step and the best checkpoints may have one in any case.
+    """
+    trainer, every = config.trainer, config.trainer.checkpoint.export.every
+    counts = [math.inf]
+    if every is not None and trainer.max_ckpt_to_keep is not None:
+        newest = 1 + math.ceil(trainer.max_ckpt_to_keep * trainer.save_freq / every)
+        counts.append(newest + trainer.checkpoint.keep_best + config.eval.watch)
+    if every is not None and trainer.total_training_steps is not None:
+        counts.append(math.ceil(trainer.total_training_steps / every))
+    return min(counts)
 
 
 # Suggestions that make it fit
