@@ -250,7 +250,7 @@ def test_builtin_dimensions_are_used_offline() -> None:
     found, notes = find_model(config())
     assert (found.hidden_size, found.num_hidden_layers, found.vocab_size) == (3584, 28, 152064)
     assert notes == ["Qwen/Qwen2.5-Coder-7B-Instruct cannot be read here; using built-in dimensions"]
-    with pytest.raises(UserError, match="nobody/nothing is neither on this machine nor"):
+    with pytest.raises(UserError, match="nobody/nothing is not on this machine, and the Hub cannot be reached"):
         find_model(config("model.partial_pretrain=nobody/nothing"))
     with pytest.raises(UserError, match="does not exist; run `python -m verl_ext.data.prepare quickstart --output"):
         find_model(config("model.partial_pretrain=data/none/model", recipe="quickstart"))

@@ -93,8 +93,10 @@ def find_model(config: PlannedConfig) -> tuple[PretrainedConfig, list[str]]:
     if name.startswith("~"):
         name = str(Path(name).expanduser())
     error: Exception = OSError(name)
+    asked_hub = False
     for asks_hub in (False, True):  # the disk and the cache first
         if not asks_hub or (is_hub_name(name) and hub_answers(timeout_s=3)):
+            asked_hub = asks_hub
             try:
                 return read_model_config(name, config.model.trust_remote_code, local_files_only=not asks_hub), notes
             except UserError:
@@ -107,9 +109,10 @@ def find_model(config: PlannedConfig) -> tuple[PretrainedConfig, list[str]]:
         built_in = f"{name} cannot be read here; using built-in dimensions"
         return AutoConfig.for_model(**BUILT_IN[name]), [*notes, built_in]
     if is_hub_name(name):
-        raise UserError(
-            f"model.partial_pretrain={name} is neither on this machine nor on the Hub; specify another model"
-        )
+        found = "neither on this machine nor on the Hub"
+        if not asked_hub:
+            found = "not on this machine, and the Hub cannot be reached"
+        raise UserError(f"model.partial_pretrain={name} is {found}; specify another model")
     if Path(name).exists():
         raise UserError(f"model.partial_pretrain={name} cannot be read ({first_line_of(error)}); specify another model")
     commands = " and ".join(f"`{program('prepare')} {each}`" for each in config.prepare)
