@@ -22,6 +22,7 @@ from verl_ext.errors import UserError
 from verl_ext.files import GIB
 from verl_ext.plan import model_shape
 from verl_ext.plan.__main__ import main
+from verl_ext.plan.memory import kv_token_bytes
 from verl_ext.plan.model_shape import BUILT_IN, ModelShape, empty_model, shape_of
 from verl_ext.plan.planner import RunPlan, candidate_fixes, largest_that_fits, make_plan, room_for_engine, suggest_fix
 from verl_ext.plan.step_time import DISK_GBPS, HARDWARE, Cluster, StepTime
@@ -194,6 +195,23 @@ def test_ranks_that_share_an_engine_share_its_weights() -> None:
     room = {"rollout.tensor_model_parallel_size": 2, "rollout.gpu_memory_utilization": 0.55}
     assert large.shortage and room_for_engine(large) == room
     assert all(settings.keys() >= room.keys() for settings, _ in candidate_fixes(large))
+
+
+def test_cache_in_fp8_takes_half_the_memory() -> None:
+    plain, fp8 = plan_7b(**GRPO), plan_7b("rollout.vllm.kv_cache_dtype=fp8", **GRPO)
+    assert kv_token_bytes(fp8.config, SHAPE_7B, fp8.work) == kv_token_bytes(plain.config, SHAPE_7B, plain.work) / 2
+    assert fp8.time.parts["generation"] < plain.time.parts["generation"]
+    with pytest.raises(UserError, match="kv_cache_dtype=nvfp4; plan with"):
+        plan_7b("rollout.vllm.kv_cache_dtype=nvfp4", **GRPO)
+
+
+def test_options_without_effect_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipe=qwen2.5_coder_7b_code", "rollout.vllm.max_num_batched_tokens=4096", "--json"]) == 0
+    [found] = json.loads(capsys.readouterr().out)
+    assert "the plan ignores rollout.vllm.max_num_batched_tokens" in found["notes"]
+    with pytest.raises(SystemExit):
+        main(["recipe=qwen2.5_coder_7b_code", "loss_token_fraction=0.5"])
+    assert "loss_token_fraction is for sft only" in capsys.readouterr().err
 
 
 def test_ranks_of_engine_divide_heads() -> None:

@@ -61,6 +61,7 @@ def work(**settings: Any) -> RankWorkload:
         compute_bytes=4,
         reduce_bytes=4,
         engine_bytes=0,
+        cache_bytes=0,
         checkpointing=False,
         compiled=False,
         fused_loss=False,

@@ -39,7 +39,7 @@ class PlanOptions:
     )
     mean_length: float | None = setting(None, "mean tokens per sample (default: the longest possible)", gt=0)
     loss_token_fraction: float = setting(
-        1.0, "fraction of a sample's tokens that are in the loss (default: 1)", gt=0, le=1
+        1.0, "sft: fraction of a sample's tokens that are in the loss (default: 1)", gt=0, le=1
     )
     disk_gbps: float | None = setting(
         None,
@@ -123,16 +123,22 @@ def make_plans(options: PlanOptions, overrides: list[str], largest: bool) -> tup
     from verl_ext.plan.model_shape import empty_model, find_model, settle, shape_of
     from verl_ext.plan.planner import largest_that_fits, make_plan
     from verl_ext.plan.step_time import DISK_GBPS, HARDWARE, Cluster
-    from verl_ext.plan.workload import DataLengths, require_formulas
-    from verl_ext.trainer.stages import load_config
+    from verl_ext.plan.workload import DataLengths, ignored_settings, require_formulas
+    from verl_ext.trainer.stages import GRPOConfig, load_config
 
     config = require_formulas(load_config(stage_of(options.stage, overrides), overrides))
+    if isinstance(config, GRPOConfig) and options.loss_token_fraction != 1:
+        raise UserError(
+            "loss_token_fraction is for sft only, because all tokens of completions are in GRPO's loss; omit it"
+        )
     model_config, notes = find_model(config)
     hardware = HARDWARE[options.hardware]
     settle(config, model_config, hardware.is_gpu)
     shape = shape_of(model_config, empty_model(model_config, config.model))
     if config.model.use_liger:
         notes.append("the plan does not count the activations that model.use_liger saves, so it is an upper bound")
+    if ignored := ignored_settings(config):
+        notes.append(f"the plan ignores {', '.join(ignored)}")
     if options.mfu is not None:
         hardware = replace(hardware, compute_share=options.mfu)
     lengths = DataLengths(options.mean_length, options.loss_token_fraction)

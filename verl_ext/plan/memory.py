@@ -266,7 +266,7 @@ def check_engine_ranks(config: GRPOConfig, shape: ModelShape) -> None:
 
 def kv_token_bytes(config: GRPOConfig, shape: ModelShape, work: RankWorkload) -> int:
     """Bytes of one token's keys and values on one rank of the engine."""
-    return shape.kv_numel(engine_ranks(config)) * work.engine_bytes
+    return shape.kv_numel(engine_ranks(config)) * work.cache_bytes
 
 
 def engine_parts(

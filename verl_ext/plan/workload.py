@@ -15,6 +15,8 @@ from verl_ext.trainer.stages import GRPOConfig, RunConfig, SFTConfig
 PlannedConfig = SFTConfig | GRPOConfig
 """Stages with formulas."""
 DTYPE_BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
+CACHE_DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+"""Bytes of an element of vLLM's cache; `auto` has those of the engine's weights."""
 UNSUPPORTED = {"model.fsdp_config.cpu_offload": False, "ulysses_sequence_parallel_size": 1}
 """Keys without formulas, and their only supported values."""
 PLANNED_OPTIMIZERS = ("torch.optim.Adam", "torch.optim.AdamW")
@@ -98,6 +100,7 @@ class RankWorkload:
         compute_bytes: bytes of an element in the forward pass.
         reduce_bytes: bytes of a gradient in a reduction.
         engine_bytes: bytes of a weight in the rollout engine; 0 without one.
+        cache_bytes: bytes of an element of its cache of keys and values.
         compiled: whether torch.compile compiles the layers.
         fused_loss: whether the loss and its gradients are computed chunk by chunk.
         keeps_gathered: whether weights stay gathered, and gradients whole, until the last micro-batch of an update.
@@ -122,6 +125,7 @@ class RankWorkload:
     compute_bytes: int
     reduce_bytes: int
     engine_bytes: int
+    cache_bytes: int
     checkpointing: bool
     compiled: bool
     fused_loss: bool
@@ -182,6 +186,7 @@ def workload_of(
         compute_bytes=compute,
         reduce_bytes=reduce,
         engine_bytes=engine_bytes,
+        cache_bytes=CACHE_DTYPE_BYTES.get(cache_dtype(config), engine_bytes),
         checkpointing=config.model.enable_gradient_checkpointing,
         compiled=isinstance(config, SFTConfig) and config.model.compile,
         fused_loss=fused_loss,
@@ -211,7 +216,26 @@ def require_formulas(config: RunConfig) -> PlannedConfig:
         )
     if isinstance(config, GRPOConfig) and config.actor.use_kl_loss:
         raise UserError("the planner does not support actor.use_kl_loss=true; plan with actor.use_kl_loss=false")
+    if cache_dtype(config) not in ("auto", *CACHE_DTYPE_BYTES):
+        raise UserError(
+            f"the planner does not support rollout.vllm.kv_cache_dtype={cache_dtype(config)}; plan with "
+            "rollout.vllm.kv_cache_dtype=auto"
+        )
     return config
+
+
+def cache_dtype(config: PlannedConfig) -> str:
+    """Return the dtype of vLLM's cache of keys and values; `auto` without vLLM."""
+    if not isinstance(config, GRPOConfig) or config.rollout.engine != "vllm":
+        return "auto"
+    return str(config.rollout.vllm.get("kv_cache_dtype", "auto"))
+
+
+def ignored_settings(config: PlannedConfig) -> list[str]:
+    """Return the settings for which the plan has no formulas, although they may change memory or time."""
+    if not isinstance(config, GRPOConfig) or config.rollout.engine != "vllm":
+        return []
+    return [f"rollout.vllm.{name}" for name in config.rollout.vllm if name != "kv_cache_dtype"]
 
 
 # Samples and micro-batches
