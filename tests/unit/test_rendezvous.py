@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
@@ -117,7 +118,10 @@ def test_node_says_that_it_waits_for_the_first(
     def has_announced() -> bool:
         nonlocal announced
         announced += capsys.readouterr().out
-        return f"Waiting for node 0 to start at {ADDRESS}:" in announced
+        return (
+            re.search(f"^Waiting for node 0 to start at {ADDRESS}:.* .Connection refused.$", announced, re.M)
+            is not None
+        )
 
     wait_until(has_announced)
     cluster.start(cluster.nodes[0]).result()

@@ -37,6 +37,8 @@ POLL_S = 1.0
 """How often a node asks whether another one has failed."""
 REPLY_TIMEOUT_S = 60.0
 """How long the first node may take to reply, or be unreachable, before it counts as lost."""
+CONNECT_TIMEOUT_S = 5.0
+"""How long one attempt to connect to the first node may take."""
 BEAT_S = 10.0
 """Seconds between two heartbeats of a node."""
 LOST_AFTER_S = 90.0
@@ -132,8 +134,9 @@ class ClusterRendezvous(SingleGroup):
         Raises:
             NodeEndedError: a node was stopped.
             RendezvousTimeoutError: a node did not join within `JOIN_TIMEOUT_S`.
-            DistError: node 0 cannot be reached.
+            DistError: node 0 was lost in the meantime.
         """
+        self._has_announced = False
         self._registry, self._lost_at = self._connect(), None
         self._waits_since, self._has_announced = time.monotonic(), False
         self._join()
@@ -207,16 +210,29 @@ class ClusterRendezvous(SingleGroup):
     def _connect(self) -> TCPStore:
         if self._node == 0:
             return self._registry or TCPStore(self._address, self._port, is_master=True, wait_for_workers=False)
-        try:
-            registry = self._new_client(ANNOUNCE_AFTER_S)
-        except DistError:
-            print_line(f"Waiting for node 0 to start at {self._address}:{self._port}")
-            registry = self._new_client(JOIN_TIMEOUT_S - ANNOUNCE_AFTER_S)
-        registry.set_timeout(timedelta(seconds=REPLY_TIMEOUT_S))
-        return registry
+        self._wait_for_first_node()
+        return TCPStore(self._address, self._port, is_master=False, timeout=timedelta(seconds=REPLY_TIMEOUT_S))
 
-    def _new_client(self, timeout_s: float) -> TCPStore:
-        return TCPStore(self._address, self._port, is_master=False, timeout=timedelta(seconds=timeout_s))
+    def _wait_for_first_node(self) -> None:
+        """Wait until the registry accepts connections; `TCPStore` would print a page of C++ frames if it has to wait.
+
+        Raises:
+            RendezvousTimeoutError: node 0 cannot be reached.
+        """
+        since = time.monotonic()
+        while True:
+            try:
+                socket.create_connection((self._address, self._port), timeout=CONNECT_TIMEOUT_S).close()
+            except OSError as error:
+                waited_s, why = time.monotonic() - since, error.strerror or error
+                if waited_s > JOIN_TIMEOUT_S:
+                    raise RendezvousTimeoutError(f"node 0 at {self._address}:{self._port}: {why}") from error
+                if waited_s > ANNOUNCE_AFTER_S and not self._has_announced:
+                    self._has_announced = True
+                    print_line(f"Waiting for node 0 to start at {self._address}:{self._port} ({why})")
+                time.sleep(WAIT_S)
+            else:
+                return
 
     def _join(self) -> None:
         """Join the current generation, or a new one if this node has joined the current one before."""
