@@ -134,7 +134,7 @@ def find_checkpoint(path: Path) -> EvalCheckpoint:
 
 
 def base_model(path: Path) -> EvalCheckpoint:
-    """The initial model of a training run, with a label that no checkpoint of the run has.
+    """The baseline of a report, with a label that no checkpoint of the run has.
 
     Raises:
         UserError: see `find_checkpoint`.

@@ -243,12 +243,12 @@ def add_report(commands: Commands) -> None:
     parser = add_action(
         commands,
         "report",
-        "Compare a run's best checkpoint with its base model, or with another of its checkpoints. The base model is "
-        "evaluated first on the same datasets, unless it has already been evaluated.",
+        "Compare a run's best checkpoint with its base model, or with another of its checkpoints. The base model or "
+        "checkpoint is evaluated first on the same datasets, unless it has already been evaluated with these settings.",
         report,
         examples=[f"{RUN_EXAMPLE} --baseline data/quickstart/model"],
         notes="Writes comparison_table.md, comparison_data.json and plots to <run>/eval/report/.",
-        exit_codes={"0": "done", "1": "the evaluation of the base model failed", **FAILURES},
+        exit_codes={"0": "done", "1": "the evaluation of the baseline failed", **FAILURES},
     )
     add_directory(parser, "directory of an evaluated training run")
     parser.add_argument(
@@ -262,7 +262,7 @@ def add_report(commands: Commands) -> None:
 
 
 def report(arguments: argparse.Namespace) -> int:
-    """Evaluate the base model if necessary, and write the report; returns 1 if a job failed."""
+    """Evaluate the baseline if necessary, and write the report; returns 1 if a job failed."""
     from eval_pipeline.checkpoints import base_model, eval_dir_of_run, find_checkpoint
     from eval_pipeline.config import TIERS
     from eval_pipeline.recipe import restrict_datasets
@@ -277,13 +277,15 @@ def report(arguments: argparse.Namespace) -> int:
     config.engine.require_own_model("report")
     best = read_evaluation(directory.results_of(f"step_{read_best_checkpoint(directory.of_run).step}"))
     baseline = find_checkpoint(arguments.baseline)
+    step = baseline.step if baseline.run_dir == directory.run_dir else None
     context = EvalContext(directory, restrict_datasets(config, best.datasets))
-    if baseline.run_dir != directory.run_dir or not context.has_results(baseline, max(TIERS)):
+    if step is None or not context.has_results(baseline, max(TIERS)):
+        # under another label, so that results with these settings do not replace those of the run's checkpoint
         baseline = base_model(arguments.baseline)
         context = EvalContext(directory, restrict_datasets(_with_dtype_of(best, config), best.datasets))
     if evaluate_checkpoint(context, baseline, max(TIERS)) != 0:
         return 1
-    table = write_report(directory, baseline.label)
+    table = write_report(directory, baseline.label, step)
     rows = {"report": typed_path(table), "plots": typed_path(table.parent / "*.png")}
     print_summary(f"Finished: report on {directory.of_run.name}", rows)
     return 0

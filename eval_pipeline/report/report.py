@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +37,15 @@ _EXPLANATION = (
 )
 
 
-def write_report(directory: EvalDir, baseline_label: str) -> Path:
-    """Compare the best checkpoint of a run with the initial model, from the files of their evaluations.
+def write_report(directory: EvalDir, baseline_label: str, baseline_step: int | None = None) -> Path:
+    """Compare the best checkpoint of a run with a baseline, from the files of their evaluations.
 
     Writes `comparison_table.md`, `comparison_data.json` and the plots to `report/`.
 
     Args:
         directory: the run's evaluation directory.
         baseline_label: label of the initial model or of another checkpoint, whose results are in the same directory.
+        baseline_step: step of a baseline that is a checkpoint of the run, whatever the label of its results.
 
     Returns:
         The path of `comparison_table.md`.
@@ -56,6 +57,8 @@ def write_report(directory: EvalDir, baseline_label: str) -> Path:
     chosen_by = read_best_checkpoint(directory.of_run)
     folders = [directory.results_of(label) for label in (baseline_label, f"step_{chosen_by.step}")]
     baseline, best = map(read_evaluation, folders)
+    if baseline_step is not None:
+        baseline = replace(baseline, label=f"step_{baseline_step}", step=baseline_step)
     comparisons = _compare((baseline, best), [read_outcomes(folder) for folder in folders])
     history = [model for model in published_models(directory.root) if model.step is not None]
     log = directory.of_run / METRICS_FILE

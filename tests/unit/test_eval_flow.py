@@ -238,6 +238,35 @@ def test_retry_of_trial_names_its_directory(tmp_path: Path, capsys: pytest.Captu
     assert "Re-queued: step_10 on few" in capsys.readouterr().out
 
 
+def test_report_calls_checkpoint_of_run_by_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if it has no results with these settings: it is not the base model, and no point of a plot at step 0."""
+
+    def evaluate(context: EvalContext, checkpoint: EvalCheckpoint, tier: int) -> int:
+        [task] = context.add_jobs(checkpoint, tier)
+        job = context.jobs.claim([(*task.key, task.digest)])
+        assert job is not None
+        with closing(context.open_job(job, checkpoint)) as active:
+            answer_all(active, num_right=1)
+            write_job_result(context, active)
+        context.jobs.finish(job, {})
+        Publisher(context, owns_selection=False).publish([task])
+        return 0
+
+    run_dir = chosen_run(tmp_path).directory.of_run
+    monkeypatch.setattr(watch, "evaluate_checkpoint", evaluate)
+    words = ["report", str(run_dir), "--baseline", str(run_dir / "global_step_20")]
+    with pytest.raises(SystemExit, match="0"):
+        main([*words, "--recipe", str(tmp_path / "few.yaml"), "sampling.max_tokens=7", "wandb=false"])
+    table = (run_dir / "eval" / "report" / "comparison_table.md").read_text()
+    assert table.startswith("# step_10 against step_20\n") and "base model" not in table.lower()
+    assert "| metric | step_20 | best checkpoint |" in table and "different settings on `few`" in table
+    assert "| `accepted_at_1` | 0.1250 [" in table  # with these settings, not 0.75 as in the run
+    assert (
+        json.loads((run_dir / "eval" / "eval_step_20" / "metrics.json").read_text())["datasets"]["few"]["accepted_at_1"]
+        == 0.75
+    )
+
+
 OTHER_RULE = ("selection.metric=accepted_at_1", "selection.mode=min", "selection.dataset=few", "wandb=false")
 
 
