@@ -21,7 +21,7 @@ from eval_pipeline.report.results import (
     write_json,
     write_text,
 )
-from eval_pipeline.report.selection import BestCheckpoint, read_best_checkpoint
+from eval_pipeline.report.selection import BestCheckpoint, read_best_checkpoint, with_same_settings
 from verl_ext.console import markdown_table, text_table
 from verl_ext.errors import UserError
 from verl_ext.metrics.jsonl import METRICS_FILE, iter_metrics
@@ -60,7 +60,9 @@ def write_report(directory: EvalDir, baseline_label: str, baseline_step: int | N
     if baseline_step is not None:
         baseline = replace(baseline, label=f"step_{baseline_step}", step=baseline_step)
     comparisons = _compare((baseline, best), [read_outcomes(folder) for folder in folders])
-    history = [model for model in published_models(directory.root) if model.step is not None]
+    published = [model for model in published_models(directory.root) if model.step is not None]
+    history = with_same_settings(published, best, chosen_by.settings)
+    num_comparable = sum(model.datasets.keys() >= {*chosen_by.datasets} for model in history)
     log = directory.of_run / METRICS_FILE
     losses = loss_history(iter_metrics(log) if log.is_file() else (), {model.saved_at for model in history})
     datasets = list(dict.fromkeys(name for model in history for name in model.datasets))
@@ -85,7 +87,8 @@ def write_report(directory: EvalDir, baseline_label: str, baseline_step: int | N
         "history": [model.to_json() for model in history],
     }
     write_json(target / DATA_FILE, data)
-    text = _render(baseline, best, len(history), comparisons, chosen_by, [path.name for path in plots])
+    omitted = _omitted(published, history)
+    text = _render(baseline, best, num_comparable, comparisons, chosen_by, [path.name for path in plots], omitted)
     return write_text(target / TABLE_FILE, text)
 
 
@@ -111,22 +114,34 @@ def _compare(
     return comparisons
 
 
+def _omitted(published: Sequence[EvaluatedModel], history: Sequence[EvaluatedModel]) -> dict[str, list[str]]:
+    """Labels of the checkpoints whose results on a dataset have other settings than those in the plots, by dataset."""
+    shown = {(model.label, name) for model in history for name in model.datasets}
+    omitted: dict[str, list[str]] = {}
+    for model in published:
+        for name in model.datasets:
+            if (model.label, name) not in shown:
+                omitted.setdefault(name, []).append(model.label)
+    return omitted
+
+
 # Markdown
 
 
 def _render(
     baseline: EvaluatedModel,
     best: EvaluatedModel,
-    num_checkpoints: int,
+    num_comparable: int,
     comparisons: Mapping[str, Mapping[str, RateComparison]],
     chosen_by: BestCheckpoint,
     plots: Sequence[str],
+    omitted: Mapping[str, Sequence[str]],
 ) -> str:
-    """The report as Markdown; `plots` are names of the PNG files next to it."""
+    """The report as Markdown; `plots` are names of the PNG files next to it. For `omitted`, see `_omitted`."""
     blocks = [
         f"# {best.label} against {baseline.label if baseline.step is not None else 'the base model'}",
-        _models(baseline, best, num_checkpoints, chosen_by),
-        *_caveats(baseline, best, num_checkpoints, comparisons, chosen_by),
+        _models(baseline, best, num_comparable, chosen_by),
+        *_caveats(baseline, best, num_comparable, comparisons, chosen_by),
         *(_dataset(name, baseline, best.datasets[name], of_metrics) for name, of_metrics in comparisons.items()),
         _EXPLANATION,
         "## Settings",
@@ -134,31 +149,34 @@ def _render(
         "## The run",
         *(f"![{name.removesuffix('.png').replace('_', ' ')}]({name})" for name in plots),
     ]
+    if omitted:
+        on = "; ".join(f"{_listed(labels)} on `{name}`" for name, labels in omitted.items())
+        blocks.append(f"The plots omit results with other settings: {on}.")
     if LOSS_PLOT not in plots:
         blocks.append("There is no plot of the success rate against the loss, because the run recorded no loss.")
     return "\n\n".join(blocks) + "\n"
 
 
-def _models(baseline: EvaluatedModel, best: EvaluatedModel, num_checkpoints: int, chosen_by: BestCheckpoint) -> str:
+def _models(baseline: EvaluatedModel, best: EvaluatedModel, num_comparable: int, chosen_by: BestCheckpoint) -> str:
     extreme = "largest" if chosen_by.mode == "max" else "smallest"
-    evaluated = "one evaluated checkpoint" if num_checkpoints == 1 else f"{num_checkpoints} evaluated checkpoints"
+    compared = "one comparable checkpoint" if num_comparable == 1 else f"{num_comparable} comparable checkpoints"
     role = "Base model" if baseline.step is None else "Baseline"
     return (
         f"- {role}: `{baseline.label}`, loaded from `{baseline.export}`\n"
         f"- Best checkpoint: `{best.label}`, loaded from `{best.export}`; {extreme} `{chosen_by.metric}` on "
-        f"{_listed(chosen_by.datasets)} of {evaluated}"
+        f"{_listed(chosen_by.datasets)} of {compared}"
     )
 
 
 def _caveats(
     baseline: EvaluatedModel,
     best: EvaluatedModel,
-    num_checkpoints: int,
+    num_comparable: int,
     comparisons: Mapping[str, Any],
     chosen_by: BestCheckpoint,
 ) -> Iterator[str]:
     chosen_on = [name for name in comparisons if name in chosen_by.datasets]
-    if num_checkpoints > 1 and chosen_on:
+    if num_comparable > 1 and chosen_on:
         yield (
             f"The checkpoint was selected by its results on {_listed(chosen_on)}. There, its lead is therefore biased "
             "upwards, and p is too small. Other datasets have no such bias."

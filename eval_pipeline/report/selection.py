@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -100,6 +100,31 @@ def _comparable(model: EvaluatedModel, settings: ComparedSettings) -> set[str]:
         for name, result in model.datasets.items()
         if name in settings and _compared(settings[name]).items() <= _compared(result.protocol).items()
     }
+
+
+def with_same_settings(
+    evaluated: Sequence[EvaluatedModel], best: EvaluatedModel, compared: ComparedSettings
+) -> list[EvaluatedModel]:
+    """Remove results that cannot be compared with the best checkpoint's, and models without any other results.
+
+    On datasets without results of the best checkpoint, the newest results determine the settings.
+
+    Args:
+        evaluated: the run's checkpoints, ordered by step.
+        compared: settings of the selection; only their names are used.
+    """
+    keys = {key for settings in compared.values() for key in settings}
+    settings = {
+        name: {key: value for key, value in result.protocol.items() if key in keys}
+        for model in (*evaluated, best)
+        for name, result in model.datasets.items()
+    }
+    comparable = ((model, _comparable(model, settings)) for model in evaluated)
+    return [
+        replace(model, datasets={name: result for name, result in model.datasets.items() if name in names})
+        for model, names in comparable
+        if names
+    ]
 
 
 def _compared(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -73,17 +74,29 @@ def evaluate(
     return model
 
 
-def report(run_dir: Path, rows: list[dict[str, Any]], baseline: str = "base") -> tuple[str, dict[str, Any], Path]:
-    """Select the best checkpoint and write the report from files only; `rows` go to `metrics.jsonl`."""
+def report(
+    run_dir: Path,
+    rows: list[dict[str, Any]],
+    baseline: str = "base",
+    settings: dict[str, dict[str, Any]] | None = None,
+    **arguments: Any,
+) -> tuple[str, dict[str, Any], Path]:
+    """Select the best checkpoint and write the report from files only.
+
+    Args:
+        rows: rows of `metrics.jsonl`.
+        settings: settings of each dataset that selects; by default, any settings of all datasets.
+        arguments: further arguments of `write_report`.
+    """
     log = MetricsFile(run_dir / "metrics.jsonl", attempt=1)
     for row in rows:
         log.append(row["step"], {name: value for name, value in row.items() if name != "step"})
     log.close()
     history = [model for model in published_models(run_dir / "eval") if model.step is not None]
-    choice = select_best(history, {name: {} for model in history for name in model.datasets})
+    choice = select_best(history, settings or {name: {} for model in history for name in model.datasets})
     assert choice is not None
     write_best_checkpoint(run_dir, choice, history)
-    path = write_report(EvalDir(run_dir / "eval", run_dir), baseline)
+    path = write_report(EvalDir(run_dir / "eval", run_dir), baseline, **arguments)
     return path.read_text(), json.loads((path.parent / "comparison_data.json").read_text()), path.parent
 
 
@@ -110,7 +123,7 @@ def test_report_is_built_from_files_only(tmp_path: Path) -> None:
     assert plots(directory) == ALL_PLOTS
     assert all(f"]({name})" in text for name in ALL_PLOTS)
     assert text.startswith("# step_20 against the base model\n")
-    assert "largest `exec_success_rate` on `x`, `y` of 3 evaluated checkpoints" in text
+    assert "largest `exec_success_rate` on `x`, `y` of 3 comparable checkpoints" in text
     assert "40 problems with one answer each; p from McNemar's exact test." in text
     assert "| `isolation` | bwrap | bwrap |" in text and "| `sampling.temperature` | 0.0 | 0.0 |" in text
     assert "| `problems` | x (x); y (y) | x (x); y (y) |" in text
@@ -147,7 +160,7 @@ def test_report_handles_few_and_many_checkpoints_and_datasets(
     text, _, directory = report(tmp_path, [{"step": 500, "train/loss": 3.0}, {"step": 1000, "train/loss": 0.1}])
     assert plots(directory) == ALL_PLOTS
     assert ("only one of the two models was evaluated on it" in text) == (num_checkpoints > 1)
-    assert ("biased upwards" in text) == (num_checkpoints > 1)
+    assert "of one comparable checkpoint" in text and "biased upwards" not in text  # the others lack datasets
 
 
 def test_report_handles_several_samples_and_no_loss(tmp_path: Path) -> None:
@@ -175,6 +188,22 @@ def test_report_names_different_settings(tmp_path: Path, monkeypatch: pytest.Mon
     evaluate(tmp_path, 10, 0.8, "x")
     text, _, _ = report(tmp_path, [])
     assert "different settings on `x`" in text and "| `isolation` | bwrap | sandlock |" in text
+
+
+def test_checkpoints_with_other_settings_are_neither_counted_nor_plotted(tmp_path: Path) -> None:
+    evaluate(tmp_path, None, 0.2, "x", "y")
+    for step, share in ((10, 0.5), (20, 0.9)):
+        evaluate(tmp_path, step, share, "x", "y")
+    other = evaluate(tmp_path, 30, 1.0, "x")
+    protocol = {"sampling": {"temperature": 1.0}, "problems": "x"}
+    result = replace(other.datasets["x"], protocol=protocol)
+    write_evaluation(tmp_path / "eval" / "eval_step_30", replace(other, datasets={"x": result}))
+    settings = {"x": {"sampling": {"temperature": 0.0}}}  # `y` does not select
+    text, data, _ = report(tmp_path, [{"step": 30, "val/loss": 1.0}], settings=settings)
+    assert text.startswith("# step_20 against") and "`x` of 2 comparable checkpoints" in text
+    assert "The plots omit results with other settings: `step_30` on `x`." in text
+    assert [(model["step"], [*model["datasets"]]) for model in data["history"]] == [(10, ["x", "y"]), (20, ["x", "y"])]
+    assert data["loss"] is None
 
 
 def test_incomparable_models_are_rejected(tmp_path: Path) -> None:
