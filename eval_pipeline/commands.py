@@ -285,7 +285,10 @@ def report(arguments: argparse.Namespace) -> int:
         context = EvalContext(directory, restrict_datasets(_with_dtype_of(best, config), best.datasets))
     if evaluate_checkpoint(context, baseline, max(TIERS)) != 0:
         return 1
-    table = write_report(directory, baseline.label, step)
+    not_run = [
+        name for name in context.config.tiers.names if not any(problem.runs_code for problem in context.problems(name))
+    ]
+    table = write_report(directory, baseline.label, step, not_run)
     rows = {"report": typed_path(table), "plots": typed_path(table.parent / "*.png")}
     print_summary(f"Finished: report on {directory.of_run.name}", rows)
     return 0

@@ -16,13 +16,12 @@ from eval_pipeline.checkpoints import read_training_run
 from eval_pipeline.config import TIERS, EvalConfig, TiersConfig
 from eval_pipeline.judge.isolation import find_packages
 from eval_pipeline.problems.datasets import parser_of
-from eval_pipeline.report.metrics import wanted_k
+from eval_pipeline.report.metrics import CODE_METRIC, wanted_k
 from verl_ext.config.compose import Composer
 from verl_ext.config.recipes import find_recipe
 from verl_ext.errors import UserError
 from verl_ext.metrics.registry import EVALUATION
 
-CODE_METRIC = "exec_success_rate"
 _NOT_DECISIVE = ("gpu_memory_utilization", "base_url", "concurrency", "timeout_s", "load_timeout_s", "api_key_env")
 """Engine settings that change the speed or the origin of an answer, but not the answer."""
 

@@ -18,6 +18,8 @@ CONFIDENCE = 0.95
 WANTED_K = (1, 5, 10)
 RAN: tuple[ErrorType, ...] = ("success", "wrong_answer")
 """Error types of answers whose code ran to completion."""
+CODE_METRIC = "exec_success_rate"
+"""The rate of `RAN`. It is 1 if answers are judged without being run."""
 SOLVED: tuple[ErrorType, ...] = ("success",)
 
 Metrics = Mapping[str, float | int | None]

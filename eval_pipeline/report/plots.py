@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from eval_pipeline.report.metrics import CODE_METRIC
 from eval_pipeline.report.plot_style import (
     BLUE,
     ERROR_COLORS,
@@ -31,11 +32,10 @@ RATES_PLOT = "rates_over_steps.png"
 ERRORS_PLOT = "error_distribution.png"
 LOSS_PLOT = "loss_against_success.png"
 
-_RATE_LINES = {"exec_success_rate": (BLUE, "o"), "accepted_at_1": (ORANGE, "s")}
+_RATE_LINES = {CODE_METRIC: (BLUE, "o"), "accepted_at_1": (ORANGE, "s")}
 _FEW_STEPS = 8  # with so few points, a band is hard to read, so error bars are drawn too
 _MAX_BAR_LABELS = 16
 _LOSSES = ("val/loss", "train/loss")
-_LOSS_METRIC = "exec_success_rate"
 _LOG_SCALE_RATIO = 20  # of largest to smallest loss
 _STEP_COLORS = "viridis"  # perceptually uniform, also in grayscale
 
@@ -51,6 +51,7 @@ def plot_rates(
     baseline: EvaluatedModel,
     best: EvaluatedModel,
     history: Sequence[EvaluatedModel],
+    not_run: Collection[str] = (),
 ) -> Path:
     """Draw `exec_success_rate` and `accepted_at_1` over the steps, one panel per dataset.
 
@@ -59,21 +60,30 @@ def plot_rates(
         baseline: the initial model, whose rates are drawn at step 0, or a checkpoint; horizontal lines show its rates.
         best: the best checkpoint, whose step is marked.
         history: checkpoints, ordered by step.
+        not_run: datasets whose answers are not run, so that they have no `exec_success_rate`.
     """
     figure, all_axes = panels(datasets, "Rates over the training, with 95% intervals")
     for axes, dataset in zip(all_axes, datasets):
         evaluated = [model for model in history if dataset in model.datasets]
-        _draw_rates(axes, dataset, evaluated, baseline)
+        _draw_rates(axes, dataset, evaluated, baseline, _rates_of(dataset, not_run))
         axes.axvline(best.saved_at, color=GRAY, linestyle=":", zorder=1, label=f"best checkpoint (step {best.step})")
     legend_below(figure, all_axes, max_columns=3)
     return write_figure(figure, directory / RATES_PLOT)
 
 
-def _draw_rates(axes: Axes, dataset: str, evaluated: Sequence[EvaluatedModel], baseline: EvaluatedModel) -> None:
+def _rates_of(dataset: str, not_run: Collection[str]) -> list[str]:
+    """The rates of a dataset, the one that selects by default first."""
+    return [metric for metric in _RATE_LINES if metric != CODE_METRIC or dataset not in not_run]
+
+
+def _draw_rates(
+    axes: Axes, dataset: str, evaluated: Sequence[EvaluatedModel], baseline: EvaluatedModel, metrics: Sequence[str]
+) -> None:
     start = [(0, baseline.datasets[dataset])] if dataset in baseline.datasets and baseline.step is None else []
     points = start + [(model.saved_at, model.datasets[dataset]) for model in evaluated]
     steps, results = [step for step, _ in points], [result for _, result in points]
-    for metric, (color, marker) in _RATE_LINES.items():
+    for metric in metrics:
+        color, marker = _RATE_LINES[metric]
         rates = np.array([result.metrics[metric] for result in results])
         bounds = np.array([result.intervals[metric] for result in results])
         axes.plot(steps, rates, color=color, marker=marker, markersize=4, label=metric)
@@ -153,12 +163,21 @@ def loss_history(rows: Iterable[Mapping[str, Any]], steps: Collection[int]) -> L
     return LossHistory(longest, values[longest]) if values[longest] else None
 
 
-def plot_loss(directory: Path, datasets: Sequence[str], losses: LossHistory, history: Sequence[EvaluatedModel]) -> Path:
-    """Draw `exec_success_rate` against the loss, one panel per dataset and one point per checkpoint.
+def plot_loss(
+    directory: Path,
+    datasets: Sequence[str],
+    losses: LossHistory,
+    history: Sequence[EvaluatedModel],
+    not_run: Collection[str] = (),
+) -> Path:
+    """Draw the success rate against the loss, one panel per dataset and one point per checkpoint.
+
+    The success rate is `exec_success_rate`, or `accepted_at_1` if answers are not run.
 
     Args:
         datasets: the panels; a dataset without a checkpoint with a loss is skipped.
         history: checkpoints, ordered by step, at least one of them with a loss.
+        not_run: see `plot_rates`.
     """
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
@@ -166,23 +185,26 @@ def plot_loss(directory: Path, datasets: Sequence[str], losses: LossHistory, his
 
     known = [model for model in history if model.saved_at in losses.values]
     shown = [dataset for dataset in datasets if any(dataset in model.datasets for model in known)]
-    figure, all_axes = panels(shown, f"{_LOSS_METRIC} against {losses.name}, with 95% intervals")
+    metrics = [_rates_of(dataset, not_run)[0] for dataset in shown]
+    figure, all_axes = panels(
+        shown, f"{' and '.join(dict.fromkeys(metrics))} against {losses.name}, with 95% intervals"
+    )
     steps = [model.saved_at for model in known]
     colors = Normalize(min(steps), max(max(steps), min(steps) + 1))  # also valid for a single checkpoint
     if len(steps) > 1:  # before the points, because its space affects where labels fit
         scale, ticks = ScalarMappable(colors, _STEP_COLORS), MaxNLocator(integer=True)
         figure.colorbar(scale, ax=all_axes, label="optimizer step", ticks=ticks, fraction=0.04)
-    for axes, dataset in zip(all_axes, shown):
-        _draw_loss(axes, dataset, losses, [model for model in known if dataset in model.datasets], colors)
+    for axes, dataset, metric in zip(all_axes, shown, metrics):
+        _draw_loss(axes, dataset, metric, losses, [model for model in known if dataset in model.datasets], colors)
     return write_figure(figure, directory / LOSS_PLOT)
 
 
 def _draw_loss(
-    axes: Axes, dataset: str, losses: LossHistory, models: Sequence[EvaluatedModel], colors: Normalize
+    axes: Axes, dataset: str, metric: str, losses: LossHistory, models: Sequence[EvaluatedModel], colors: Normalize
 ) -> None:
     x = np.array([losses.values[model.saved_at] for model in models], dtype=np.float64)
-    y = np.array([model.datasets[dataset].metrics[_LOSS_METRIC] for model in models], dtype=np.float64)
-    bounds = np.array([model.datasets[dataset].intervals[_LOSS_METRIC] for model in models])
+    y = np.array([model.datasets[dataset].metrics[metric] for model in models], dtype=np.float64)
+    bounds = np.array([model.datasets[dataset].intervals[metric] for model in models])
     steps = [model.saved_at for model in models]
     axes.errorbar(x, y, yerr=np.abs(bounds.T - y), fmt="none", ecolor="#BBBBBB", elinewidth=1, zorder=1)
     axes.plot(x, y, color="#888888", linewidth=0.8, zorder=2)
@@ -191,5 +213,5 @@ def _draw_loss(
     if x.min() > 0 and x.max() > _LOG_SCALE_RATIO * x.min():
         axes.set_xscale("log")
     axes.margins(x=0.12)
-    percent_axis(axes, _LOSS_METRIC)
+    percent_axis(axes, metric)
     label_points(axes, x, y, [str(step) for step in steps])

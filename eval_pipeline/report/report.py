@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from eval_pipeline.checkpoints import EvalDir
 from eval_pipeline.report.comparison import COMPARED, RateComparison, compare_models
-from eval_pipeline.report.metrics import Interval
+from eval_pipeline.report.metrics import CODE_METRIC, Interval
 from eval_pipeline.report.plots import LOSS_PLOT, loss_history, plot_errors, plot_loss, plot_rates, short_name
 from eval_pipeline.report.results import (
     DatasetResult,
@@ -37,7 +37,9 @@ _EXPLANATION = (
 )
 
 
-def write_report(directory: EvalDir, baseline_label: str, baseline_step: int | None = None) -> Path:
+def write_report(
+    directory: EvalDir, baseline_label: str, baseline_step: int | None = None, not_run: Collection[str] = ()
+) -> Path:
     """Compare the best checkpoint of a run with a baseline, from the files of their evaluations.
 
     Writes `comparison_table.md`, `comparison_data.json` and the plots to `report/`.
@@ -46,6 +48,7 @@ def write_report(directory: EvalDir, baseline_label: str, baseline_step: int | N
         directory: the run's evaluation directory.
         baseline_label: label of the initial model or of another checkpoint, whose results are in the same directory.
         baseline_step: step of a baseline that is a checkpoint of the run, whatever the label of its results.
+        not_run: datasets whose answers are not run, so that their `exec_success_rate` is omitted.
 
     Returns:
         The path of `comparison_table.md`.
@@ -59,7 +62,7 @@ def write_report(directory: EvalDir, baseline_label: str, baseline_step: int | N
     baseline, best = map(read_evaluation, folders)
     if baseline_step is not None:
         baseline = replace(baseline, label=f"step_{baseline_step}", step=baseline_step)
-    comparisons = _compare((baseline, best), [read_outcomes(folder) for folder in folders])
+    comparisons = _compare((baseline, best), [read_outcomes(folder) for folder in folders], not_run)
     published = [model for model in published_models(directory.root) if model.step is not None]
     history = with_same_settings(published, best, chosen_by.settings)
     num_comparable = sum(model.datasets.keys() >= {*chosen_by.datasets} for model in history)
@@ -69,9 +72,12 @@ def write_report(directory: EvalDir, baseline_label: str, baseline_step: int | N
     target = directory.root / "report"
     try:
         target.mkdir(parents=True, exist_ok=True)
-        plots = [draw(target, datasets, baseline, best, history) for draw in (plot_rates, plot_errors)]
+        plots = [
+            plot_rates(target, datasets, baseline, best, history, not_run),
+            plot_errors(target, datasets, baseline, best, history),
+        ]
         if losses is not None:
-            plots.append(plot_loss(target, datasets, losses, history))
+            plots.append(plot_loss(target, datasets, losses, history, not_run))
     except OSError as error:
         raise UserError(f"cannot write the plots to {target} ({error}); specify another directory") from error
     data = {
@@ -93,7 +99,7 @@ def write_report(directory: EvalDir, baseline_label: str, baseline_step: int | N
 
 
 def _compare(
-    models: Sequence[EvaluatedModel], outcomes: Sequence[Mapping[str, Outcomes]]
+    models: Sequence[EvaluatedModel], outcomes: Sequence[Mapping[str, Outcomes]], not_run: Collection[str]
 ) -> dict[str, dict[str, RateComparison]]:
     """Compare baseline and best checkpoint on each common dataset; returns the comparisons by dataset and metric."""
     baseline, best = models
@@ -103,9 +109,14 @@ def _compare(
             if name not in of_datasets:
                 raise UserError(f"the verdicts of {model.label} on {name} are missing; evaluate it again")
         try:
-            comparisons[name] = compare_models(*(of_datasets[name] for of_datasets in outcomes))
+            compared = compare_models(*(of_datasets[name] for of_datasets in outcomes))
         except UserError as error:
             raise UserError(f"{baseline.label} and {best.label} cannot be compared on {name}: {error}") from error
+        comparisons[name] = {
+            metric: comparison
+            for metric, comparison in compared.items()
+            if metric != CODE_METRIC or name not in not_run
+        }
     if not comparisons:
         raise UserError(
             f"{baseline.label} was evaluated on {', '.join(baseline.datasets) or 'nothing'} and {best.label} on "
@@ -220,6 +231,8 @@ def _metric_rows(
     base: DatasetResult, best: DatasetResult, comparisons: Mapping[str, RateComparison]
 ) -> Iterator[tuple[str, ...]]:
     for metric in best.metrics:
+        if metric in COMPARED and metric not in comparisons:
+            continue  # the answers are not run
         cells = [format_value(result.metrics.get(metric), result.intervals.get(metric)) for result in (base, best)]
         difference = p_value = ""
         if metric in comparisons:

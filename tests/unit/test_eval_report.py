@@ -206,6 +206,28 @@ def test_checkpoints_with_other_settings_are_neither_counted_nor_plotted(tmp_pat
     assert data["loss"] is None
 
 
+def test_exec_success_rate_of_answers_that_are_not_run_is_omitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[tuple[str, list[str]]] = []  # title of each figure, and the labels of its lines and axes
+
+    def record(figure: Any, path: Path) -> Path:
+        texts = [text for axes in figure.axes for text in (*axes.get_legend_handles_labels()[1], axes.get_ylabel())]
+        drawn.append((figure.get_suptitle(), texts))
+        return path
+
+    monkeypatch.setattr("eval_pipeline.report.plots.write_figure", record)
+    for step, share in ((None, 0.2), (10, 0.5), (20, 0.9)):
+        evaluate(tmp_path, step, share, "math")
+    rows = [{"step": step, "val/loss": 1.0 / step} for step in (10, 20)]
+    text, data, _ = report(tmp_path, rows, not_run=["math"])
+    assert "counted in `accepted_at_1`" in text and "| `exec_success_rate`" not in text
+    assert "counted in `exec_success_rate`" not in text and [*data["comparisons"]["math"]] == ["accepted_at_1"]
+    rates, _, losses = drawn
+    assert "accepted_at_1" in rates[1] and "exec_success_rate" not in rates[1]
+    assert losses[0].startswith("accepted_at_1 against val/loss") and "accepted_at_1" in losses[1]
+
+
 def test_incomparable_models_are_rejected(tmp_path: Path) -> None:
     evaluate(tmp_path / "a", None, 0.2, "x")
     evaluate(tmp_path / "a", 10, 0.8, "y")
