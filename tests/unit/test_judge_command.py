@@ -116,15 +116,29 @@ def test_workers_option_overrides_recipe(
     assert requested == [num_workers, 3 if words else None]
 
 
-@pytest.mark.parametrize(("output_mb", "error_type"), [("0.001", "wrong_answer"), ("0.01", "success")])
-def test_output_is_truncated_at_limit_of_recipe(output_mb: str, error_type: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("output_mb", "is_truncated"), [("0.001", True), ("0.01", False)])
+def test_output_is_truncated_at_limit_of_recipe(output_mb: str, is_truncated: bool, tmp_path: Path) -> None:
     """The answer prints 3000 bytes; 0.001 MiB are 1048."""
-    cases = [{"input": "", "output": "7" * 3000}]
-    problem = {"name": "long", "description": "Print 3000 sevens.", "tests": cases}
+    code, row = judge_long_output(tmp_path, "7", "print('7' * 3000)", output_mb)
+    assert code == 0 and row["error_type"] == "wrong_answer" and ("cut off" in row["message"]) == is_truncated
+
+
+def test_rejects_expected_output_over_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As in `check` and `run`: no answer could be right."""
+    assert judge_long_output(tmp_path, "7" * 3000, "print('7' * 3000)", "0.01")[1]["error_type"] == "success"
+    assert judge_long_output(tmp_path, "7" * 3000, "print('7' * 3000)", "0.001")[0] == 2
+    assert "judge.limits.output_mb" in capsys.readouterr().err
+
+
+def judge_long_output(tmp_path: Path, expected: str, answer: str, output_mb: str) -> tuple[int, dict]:
+    """Judge a program; returns the exit code and the verdict, which is empty if it was not judged."""
+    problem = {"name": "long", "description": "Print sevens.", "tests": [{"input": "", "output": expected}]}
     (tmp_path / "long.jsonl").write_text(json.dumps(problem))
-    (tmp_path / "answers.jsonl").write_text(json.dumps({"problem_id": "long", "answer": "print('7' * 3000)"}))
+    (tmp_path / "answers.jsonl").write_text(json.dumps({"problem_id": "long", "answer": answer}))
+    (tmp_path / "verdicts").unlink(missing_ok=True)
     words = ["--problems", f"{tmp_path}/long.jsonl", "--format", "codecontests", "--output", f"{tmp_path}/verdicts"]
     words += ["--answers", f"{tmp_path}/answers.jsonl", f"judge.limits.output_mb={output_mb}"]
-    with pytest.raises(SystemExit, match="0"):
+    with pytest.raises(SystemExit) as end:
         main(["judge", *words])
-    assert json.loads((tmp_path / "verdicts").read_text())["error_type"] == error_type
+    verdicts = tmp_path / "verdicts"
+    return int(end.value.code or 0), json.loads(verdicts.read_text()) if verdicts.exists() else {}
