@@ -76,7 +76,8 @@ class ActiveJob:
         self._started: float | None = None
         self._phases: dict[str, float] = defaultdict(float)
         num_done, desc = len(self._store.verdicts), f"{job.checkpoint} {job.dataset}"
-        what = f"Evaluating {job}: {len(self._keys) - num_done} answers remaining"
+        num_left = len(self._keys) - num_done + len(self._api_errors())  # these are retried at the end
+        what = f"Evaluating {job}: {num_left} {'answer' if num_left == 1 else 'answers'} remaining"
         if checkpoint.export is not None:
             what += "; loading the model takes about 15 s, or a few minutes if it is large"
         print_line(f"{what}.", sys.stderr)
@@ -172,7 +173,7 @@ class ActiveJob:
         Returns:
             Whether anything was queued.
         """
-        failed = {key for key, verdict in self._store.verdicts.items() if verdict.error_type == "api_error"}
+        failed = self._api_errors()
         if self._retried or not failed:
             return False
         warn(f"{len(failed)} answers of {self.job} have no verdict (api_error); retrying them once")
@@ -182,6 +183,9 @@ class ActiveJob:
         self._retried.update(numbers)
         self._waiting.extend(numbers)
         return True
+
+    def _api_errors(self) -> set[AnswerKey]:
+        return {key for key, verdict in self._store.verdicts.items() if verdict.error_type == "api_error"}
 
     def judged_answers(self) -> list[JudgedAnswer]:
         """All answers with their verdicts, ordered by problem."""

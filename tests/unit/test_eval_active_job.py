@@ -94,6 +94,18 @@ def test_time_left_does_not_count_loading(tmp_path: Path, recipe: EvalConfig) ->
         assert one._bar.n > 0 and one._bar.format_dict["elapsed"] < 60
 
 
+@pytest.mark.parametrize(("num_failed", "remaining"), [(0, "1 answer remaining"), (2, "3 answers remaining")])
+def test_remaining_answers_include_stored_api_errors(
+    tmp_path: Path, recipe: EvalConfig, num_failed: int, remaining: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill(tmp_path, num_answers=5, num_verdicts=4 - num_failed)
+    with open_store(tmp_path) as store:
+        for key in KEYS[4 - num_failed : 4]:
+            store.add_verdict(key, Verdict("api_error", 0, 1))
+    with evaluation(tmp_path, recipe):
+        assert f"Evaluating step_1 on d: {remaining}" in capsys.readouterr().err
+
+
 def test_reopened_store_has_stored_rows(tmp_path: Path) -> None:
     fill(tmp_path, num_answers=5, num_verdicts=3)
     with open_store(tmp_path) as store:
