@@ -213,10 +213,11 @@ def _dataset(
     name: str, baseline: EvaluatedModel, best: DatasetResult, comparisons: Mapping[str, RateComparison]
 ) -> str:
     example = next(iter(comparisons.values()))
+    problems = "One problem" if example.num_problems == 1 else f"{example.num_problems} problems"
     answers = "one answer" if example.num_samples == 1 else f"{example.num_samples} answers"
     blocks = [
         f"## {name}",
-        f"{example.num_problems} problems with {answers} each; p from {example.test}.",
+        f"{problems} with {answers}{' each' if example.num_problems > 1 else ''}; p from {example.test}.",
         markdown_table(
             ("metric", short_name(baseline), "best checkpoint", "difference", "p"),
             _metric_rows(baseline.datasets[name], best, comparisons),

@@ -163,6 +163,12 @@ def test_report_handles_few_and_many_checkpoints_and_datasets(
     assert "of one comparable checkpoint" in text and "biased upwards" not in text  # the others lack datasets
 
 
+def test_report_on_one_problem(tmp_path: Path) -> None:
+    evaluate(tmp_path, None, 0.2, "x", problems=1)
+    evaluate(tmp_path, 10, 0.8, "x", problems=1)
+    assert "One problem with one answer; p from" in report(tmp_path, [])[0]
+
+
 def test_report_handles_several_samples_and_no_loss(tmp_path: Path) -> None:
     evaluate(tmp_path, None, 0.2, "x", samples=5)
     evaluate(tmp_path, 10, 0.8, "x", samples=5)
