@@ -110,6 +110,14 @@ def load_config(arguments: argparse.Namespace, run_dir: Path | None) -> EvalConf
     return replace(config, wandb=False) if arguments.no_wandb else config
 
 
+def refuse_server(overrides: Sequence[str], command: str) -> None:
+    """Refuse `engine.kind=openai` for a command that loads its models, before the URL that it needs is asked for."""
+    from eval_pipeline.config import EngineConfig
+
+    if "engine.kind=openai" in overrides:
+        EngineConfig(kind="openai").require_own_model(command)
+
+
 # watch
 
 
@@ -140,6 +148,7 @@ def watch(arguments: argparse.Namespace) -> int:
     from eval_pipeline.run import EvalContext
     from eval_pipeline.watch import RunStartedError, watch_run
 
+    refuse_server(arguments.overrides, "watch")
     directory = eval_dir_of_run(arguments.directory)
     recipe = [] if arguments.recipe is None else ["--recipe", arguments.recipe]
     while True:
@@ -272,6 +281,7 @@ def report(arguments: argparse.Namespace) -> int:
     from eval_pipeline.run import EvalContext
     from eval_pipeline.watch import evaluate_checkpoint
 
+    refuse_server(arguments.overrides, "report")
     directory = eval_dir_of_run(arguments.directory)
     config = load_config(arguments, directory.run_dir)
     config.engine.require_own_model("report")
@@ -417,6 +427,8 @@ def check(arguments: argparse.Namespace) -> int:
     from eval_pipeline.problems.datasets import RUNS_CODE, is_local, load_problems
     from eval_pipeline.recipe import load_eval_config, selection_metric
 
+    if arguments.watch:
+        refuse_server(arguments.overrides, "watch")
     config = load_eval_config(arguments.recipe, arguments.overrides)
     require_engine(config)
     if arguments.watch:

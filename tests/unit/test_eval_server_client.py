@@ -529,13 +529,14 @@ def test_checkpoint_directory_is_matched_to_served_model(server: Server, tmp_pat
         find_served_model(settings, export)
 
 
+@pytest.mark.parametrize("url", [["engine.base_url=http://127.0.0.1:9/v1"], []])
 @pytest.mark.parametrize("command", ["watch", "report"])
 def test_watch_and_report_reject_openai_engine(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str, url: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     further = ["--baseline", str(tmp_path)] if command == "report" else []
     with pytest.raises(SystemExit) as left:
-        main([command, str(tmp_path), *further, "engine.kind=openai", "engine.base_url=http://127.0.0.1:9/v1"])
+        main([command, str(tmp_path), *further, "engine.kind=openai", *url])
     assert left.value.code == 2
     assert f"`{command}` loads every model itself" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
